@@ -19,7 +19,7 @@ from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams,
 from kdgen.targets import Target
 
 THREADS = 64
-WORD_ROWS = 66
+WORD_ROWS = 67
 FLOAT_ROWS = 2
 
 Words = npt.NDArray[np.uint32]
@@ -155,11 +155,12 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             np.minimum(x, 0x80000000) ^ np.maximum(x, 7),
             np.bitwise_count(x).astype(np.uint32) << 16 | (32 - np.frexp(shifted)[1]).astype(np.uint32) << 8
             | np.where(low == 0, 255, np.log2(np.maximum(low & (~low + 1), 1)).astype(np.uint32)),
-            picked, np.rint(np.clip(real * np.float32(1e4), 0, None)).astype(np.uint32), zero, _to_bf16(real), (x & 0xFFFF) << 16,
+            picked, np.rint(np.clip(real * np.float32(1e4), 0, None)).astype(np.uint32), zero,
+            np.clip(np.rint(real * np.where(lane == 0, np.float32(1e30), np.float32(1e3))).astype(np.float64), -(2.0**31), 2.0**31 - 1).astype(np.int64), _to_bf16(real), (x & 0xFFFF) << 16,
             _to_bf16(-real) << 16 | _to_bf16(real), zero + 0x7FFF, zero + 1,
         ]  # fmt: skip
         exponentials = np.stack([np.exp2(double), np.exp2((real * np.float32(40)).astype(np.float64))])
-    words = np.repeat(np.stack([np.asarray(row, np.uint32) for row in rows])[None], blocks, axis=0)
+    words = np.repeat(np.stack([np.asarray(row).astype(np.uint32) for row in rows])[None], blocks, axis=0)
     words[:, 2] = np.arange(blocks, dtype=np.uint32)[:, None] << 16
     scratch = np.zeros(8 * blocks + 8, np.uint32)
     for block in range(blocks):

@@ -9,7 +9,7 @@ Scores are float64, summed in this order:
 
 Start with the candidate (0). Repeatedly emit the candidate with the highest score, ties by the lexicographically smaller tuple, and
 offer its next sibling and its first child. Emitted nodes are numbered 1, 2, …; 0 is the root, whose token the previous round
-decided. A score that is not above −1e30 (−inf, NaN) makes no candidate, so nothing is reached through it.
+decided. A log-prob that is NaN, at most −1e30 or above 0.25 is no token: it makes no candidate, so nothing is reached through it.
 
 Options: `chain_seed` emits the chain of rank-0 tokens first; `depth_bonus` favours depth; `width_cap` uses only the first ranks of
 every depth; `pad` fills a short tree up with unused depth-1 tokens, in rank order, as children of the root.
@@ -18,6 +18,7 @@ every depth; `pad` fills a short tree up with unused depth-1 tokens, in rank ord
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -30,8 +31,7 @@ from kdgen.expressions import ceil_div, round_up
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout
 from kdgen.targets import Target
 
-LOWEST = np.float32(-1e30)
-ENTRY_BYTES = 48
+LOWEST, LIKELIEST = np.float32(-1e30), np.float32(0.25)
 
 
 class Params(FamilyParams):
@@ -92,8 +92,10 @@ def shared(p: Params, target: Target) -> SharedLayout:
     nodes, width = p.budget + 1, ranks_used(p) + 2
     return SharedLayout.place(
         target,
-        ("entries", (nodes + 1) * ENTRY_BYTES, 16),
-        ("table", ((p.depth + 2) * width + 1) * 8, 8),
+        ("entries", (nodes + 1) * 16, 16),
+        ("exact", (nodes + 1) * 8, 8),
+        ("table", ((p.depth + 1) * width + 1) * 8, 8),
+        ("gains", ((p.depth + 1) * width + 1) * 8, 8),
         ("scores", nodes * 8, 8),
         ("nodes", nodes * 4, 16),
         ("paths", nodes * path_bytes(p.depth), 16),
@@ -102,13 +104,24 @@ def shared(p: Params, target: Target) -> SharedLayout:
 
 
 def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
-    """Numbers of the template."""
+    """Numbers of the template.
+
+    Keys have 24 bits. `scale` is the largest power of two that leaves 48 nats below score 0 and, above it, what bonuses and log-probs
+    a little above 0 can add. A key is off by half a unit per level, for the log-prob and for the bonus.
+    """
+    above = p.depth_bonus * (p.depth - 1) + float(LIKELIEST) * p.depth
+    scale = 2 ** int(math.log2(2**24 / (48 + above)))
+    window = 2 * p.depth
     return {
+        "scale": float(scale),
+        "top_value": 2**24 - 1 - math.ceil(above * scale) - window,
+        "bonus_units": round(p.depth_bonus * scale),
+        "window": window,
+        "reach": math.ceil((p.depth_bonus + float(LIKELIEST)) * p.depth * scale) + 2 * window,
         "ranks": ranks_used(p),
         "slots": max(1, ceil_div(p.budget, 32)),
         "out_slots": ceil_div(p.budget + 1, 32),
         "path_bytes": path_bytes(p.depth),
-        "highest": p.depth_bonus * (p.depth - 1),
     }
 
 
@@ -119,55 +132,46 @@ def build_tree(p: Params, log_probs: npt.NDArray[np.float32], budget: int) -> li
         (parent index, rank, depth, score) of nodes 1, 2, … in emission order.
     """
     table = log_probs.astype(np.float64)
+    is_token = (log_probs > LOWEST) & (log_probs <= LIKELIEST)
     usable = min(p.top_k, p.width_cap) if p.width_cap else p.top_k
-    highest = p.depth_bonus * (p.depth - 1)
     nodes: list[tuple[int, int, int, float]] = []
     index: dict[tuple[int, ...], int] = {(): 0}
     heap: list[tuple[float, tuple[int, ...]]] = []
 
-    def valid(score: float) -> bool:
-        return bool(np.float32(score - highest) > LOWEST)
-
-    def offer(score: float, ranks: tuple[int, ...]) -> None:
-        if valid(score):
-            heapq.heappush(heap, (-score, ranks))
-
     def offer_sibling(score: float, ranks: tuple[int, ...]) -> None:
-        depth, rank = len(ranks), ranks[-1]
-        if rank + 1 < usable:
-            offer((score - table[depth - 1][rank]) + table[depth - 1][rank + 1], (*ranks[:-1], rank + 1))
+        row, rank = len(ranks) - 1, ranks[-1]
+        if rank + 1 < usable and is_token[row, rank + 1]:
+            heapq.heappush(heap, (-float((score - table[row, rank]) + table[row, rank + 1]), (*ranks[:-1], rank + 1)))
 
-    def child_score(score: float, depth: int) -> float:
-        return float((score + table[depth][0]) + p.depth_bonus)
+    def child_score(score: float, row: int) -> float:
+        return float((score + table[row, 0]) + p.depth_bonus)
 
     def emit(score: float, ranks: tuple[int, ...]) -> None:
-        nodes.append((index[ranks[:-1]], ranks[-1], len(ranks), score))
+        nodes.append((index[ranks[:-1]], ranks[-1], len(ranks), score + 0.0))  # −0 becomes 0
         index[ranks] = len(nodes)
 
-    with np.errstate(invalid="ignore", over="ignore"):
-        if p.chain_seed:
-            score = 0.0
-            for depth in range(min(p.depth, budget)):
-                score = float(table[0][0]) if depth == 0 else child_score(score, depth)
-                if not valid(score):
-                    break
-                emit(score, (0,) * (depth + 1))
-            for node, (_, _, depth, node_score) in enumerate(list(nodes), 1):
-                assert node == depth
-                offer_sibling(node_score, (0,) * depth)
-        elif budget:
-            offer(float(table[0][0]), (0,))
-        while heap and len(nodes) < budget:
-            negated, ranks = heapq.heappop(heap)
-            emit(-negated, ranks)
-            offer_sibling(-negated, ranks)
-            if len(ranks) < p.depth:
-                offer(child_score(-negated, len(ranks)), (*ranks, 0))
-        if p.pad:
-            used = {rank for parent, rank, _, _ in nodes if parent == 0}
-            for rank in range(max(used, default=-1) + 1, p.top_k):
-                if len(nodes) < budget and log_probs[0][rank] > LOWEST:
-                    nodes.append((0, rank, 1, float(log_probs[0][rank])))
+    if p.chain_seed:
+        score = 0.0
+        for row in range(min(p.depth, budget)):
+            if not is_token[row, 0]:
+                break
+            score = float(table[0, 0]) if row == 0 else child_score(score, row)
+            emit(score, (0,) * (row + 1))
+        for _, _, depth, node_score in list(nodes):
+            offer_sibling(node_score, (0,) * depth)
+    elif budget and is_token[0, 0]:
+        heapq.heappush(heap, (-float(table[0, 0]), (0,)))
+    while heap and len(nodes) < budget:
+        negated, ranks = heapq.heappop(heap)
+        emit(-negated, ranks)
+        offer_sibling(-negated, ranks)
+        if len(ranks) < p.depth and is_token[len(ranks), 0]:
+            heapq.heappush(heap, (-child_score(-negated, len(ranks)), (*ranks, 0)))
+    if p.pad:
+        used = {rank for parent, rank, _, _ in nodes if parent == 0}
+        for rank in range(max(used, default=-1) + 1, p.top_k):
+            if len(nodes) < budget and is_token[0, rank]:
+                nodes.append((0, rank, 1, float(log_probs[0, rank])))
     return nodes
 
 

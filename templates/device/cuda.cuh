@@ -219,6 +219,7 @@ KD_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 KD_DEVICE float float_of(u32 x) { return __uint_as_float(x); }
 KD_DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
 KD_DEVICE u32 round_to_u32(float x) { return __float2uint_rn(x); }  // to nearest even, saturating; NaN gives 0
+KD_DEVICE i32 round_to_i32(float x) { return __float2int_rn(x); }
 KD_DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 KD_DEVICE bf16 to_bf16(float x) {  // to nearest even
   u16 bits;

@@ -197,6 +197,10 @@ KD_DEVICE u32 round_to_u32(float x) {
   if (!(x > 0.f)) return 0;
   return x >= 4294967296.f ? 0xffffffffu : static_cast<u32>(static_cast<u64>(nearbyintf(x)));
 }
+KD_DEVICE i32 round_to_i32(float x) {
+  if (!(x == x)) return 0;
+  return x >= 2147483648.f ? 2147483647 : x < -2147483648.f ? -2147483647 - 1 : static_cast<i32>(nearbyintf(x));
+}
 KD_DEVICE float to_float(bf16 x) { return float_of(static_cast<u32>(x.bits) << 16); }
 KD_DEVICE bf16 to_bf16(float x) {
   const u32 bits = bits_of(x);
