@@ -93,6 +93,26 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """One thing to time, of the size and kind that the engine launches.
+
+    Attributes:
+        name: short and unique within the family: `B = 64`.
+        inputs, dimensions: as in `Case`.
+        moved_bytes: bytes that must be read and written at least; 0 when latency, not bandwidth, is the limit.
+        flops: arithmetic operations, a multiply-add counting two; 0 when they do not matter.
+        cold: the inputs come from memory in the engine, so copies of them are rotated out of the L2 cache.
+    """
+
+    name: str
+    inputs: Arrays
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    moved_bytes: int = 0
+    flops: int = 0
+    cold: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """A kernel family: one template and one Python module of the same name.
 
@@ -109,6 +129,7 @@ class Family:
         cases: parameters and a generator to test inputs.
         tolerances: output name to tolerance; `EXACT` where absent.
         dimensions: parameters and inputs to the dimensions that no input array binds.
+        workloads: parameters and a generator to what `kdgen bench` times.
     """
 
     name: str
@@ -121,3 +142,4 @@ class Family:
     shared: Callable[[Any, Target], SharedLayout] = lambda params, target: SharedLayout.place(target)
     tolerances: Callable[[Any], Mapping[str, Tolerance]] = lambda params: {}
     dimensions: Callable[[Any, Arrays], Mapping[str, int]] = field(default=lambda params, inputs: {})
+    workloads: Callable[[Any, np.random.Generator], Iterator[Workload]] = lambda params, rng: iter(())

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from kdgen.contract import Argument, Capacity, Contract, Launch
-from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Tolerance
+from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Tolerance, Workload
 from kdgen.targets import Target
 
 
@@ -105,6 +105,15 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"T = {rows}", {"x": x.astype(ml_dtypes.bfloat16), "w": w})
 
 
+def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
+    """Few rows, weights from memory."""
+    w = rng.normal(size=(p.n, p.k)).astype(ml_dtypes.bfloat16)
+    for rows in (t for t in (1, 8, 16, 32, 64) if t <= p.rows):
+        x = rng.normal(size=(rows, p.k)).astype(ml_dtypes.bfloat16)
+        moved = w.nbytes + x.nbytes + rows * p.n * 4
+        yield Workload(f"T = {rows}", {"x": x, "w": w}, moved_bytes=moved, flops=2 * rows * p.n * p.k, cold=True)
+
+
 FAMILY = Family(
     name="gemm_probe",
     summary="x · wᵀ for few rows through cp.async, bulk copies, ldmatrix and mma",
@@ -115,4 +124,5 @@ FAMILY = Family(
     reference=reference,
     cases=cases,
     tolerances=tolerances,
+    workloads=workloads,
 )

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from kdgen.contract import DTYPE_BYTES, Argument, Capacity, Contract, Launch
 from kdgen.expressions import round_up
-from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams
+from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, Workload
 from kdgen.targets import Target
 
 
@@ -132,6 +132,23 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
         )
 
 
+def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
+    """One sequence, the longest path off the chain, and a round in which nothing has to move."""
+    pages = -(-(40 + 2 * p.page_size) // p.page_size)
+    dtype = ml_dtypes.bfloat16 if p.dtype == "bf16" else np.float32
+    cache = np.zeros((p.layers, pages, p.page_size, p.width), dtype)
+    table = np.zeros((1, p.max_pages), np.int32)
+    table[0, :pages] = rng.permutation(pages)[: p.max_pages]
+    for name, step in ((f"{p.depth} moves", 2), ("no move", 1)):
+        accepted = np.arange(p.depth + 1, dtype=np.int32)[None] * step
+        inputs = {
+            "cache": cache, "page_tables": table, "starts": np.full(1, p.page_size - 3, np.int32), "accepted": accepted,
+            "accepted_counts": np.full(1, p.depth + 1, np.int32),
+        }  # fmt: skip
+        moved = 2 * p.layers * p.depth * p.units * 16 if step > 1 else 0
+        yield Workload(name, inputs, moved_bytes=moved)
+
+
 FAMILY = Family(
     name="kv_compact",
     summary="accepted cache rows to their final slots, in place, all layers at once",
@@ -140,4 +157,5 @@ FAMILY = Family(
     context=context,
     reference=reference,
     cases=cases,
+    workloads=workloads,
 )

@@ -17,7 +17,7 @@ from pydantic import Field
 from kdgen.contract import Argument, Capacity, Contract, Launch
 from kdgen.expressions import ceil_div
 from kdgen.kernels import tree_build
-from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout
+from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Workload
 from kdgen.targets import Target
 
 
@@ -124,6 +124,12 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
         )
 
 
+def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
+    """One sequence's full tree whose target follows a random path."""
+    one = Params(depth=p.depth, budget=p.budget, sequences=1)
+    yield Workload(f"B = {p.budget}", next(cases(one, rng)).inputs)
+
+
 FAMILY = Family(
     name="tree_accept",
     summary="the longest drafted path the target agrees with, and the bonus token",
@@ -133,4 +139,5 @@ FAMILY = Family(
     shared=shared,
     reference=reference,
     cases=cases,
+    workloads=workloads,
 )

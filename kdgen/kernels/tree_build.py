@@ -28,7 +28,7 @@ from pydantic import Field
 
 from kdgen.contract import Argument, Capacity, Contract, Launch
 from kdgen.expressions import ceil_div, round_up
-from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout
+from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Workload
 from kdgen.targets import Target
 
 LOWEST, LIKELIEST = np.float32(-1e30), np.float32(0.25)
@@ -258,6 +258,21 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     yield case("nothing usable", nothing, full)
 
 
+def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
+    """One sequence's tree, as drafts go (sharp at the first depths), at the full budget and at smaller ones."""
+    for budget in sorted({b for b in (8, 16, 32, 64, 128, p.budget) if b <= p.budget}):
+        yield Workload(
+            f"B = {budget}",
+            {
+                "log_probs": random_log_probs(rng, p.depth, p.top_k, 2.0)[None],
+                "token_ids": rng.integers(0, 163_840, size=(1, p.depth, p.top_k), dtype=np.int32),
+                "root_tokens": np.zeros(1, np.int32),
+                "starts": np.full(1, 4096, np.int32),
+                "budgets": np.full(1, budget, np.int32),
+            },
+        )
+
+
 FAMILY = Family(
     name="tree_build",
     summary="per-depth top-K log-probs to the best-first draft tree",
@@ -267,4 +282,5 @@ FAMILY = Family(
     shared=shared,
     reference=reference,
     cases=cases,
+    workloads=workloads,
 )

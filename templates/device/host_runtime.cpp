@@ -171,9 +171,10 @@ void check_destination(const Fiber& f, const u8* to, u32 bytes, const char* what
     fault(site, "%s writes %u bytes at shared offset %lld, outside the block's %u", what, bytes, static_cast<long long>(to - f.block->shared), size);
 }
 
-// A transaction barrier as its 8 bytes: phase parity, arrivals per phase, arrivals still missing, bytes still missing.
+// A transaction barrier as its 8 bytes: phase parity, arrivals per phase, arrivals still missing, bytes still missing. `unmade` is 0 in
+// an initialised one: shared memory starts as all ones, which must not pass for a barrier.
 struct Transaction {
-  u32 phase : 1, expected : 15, pending : 15, made : 1;
+  u32 phase : 1, expected : 15, pending : 15, unmade : 1;
   i32 bytes;
 };
 static_assert(sizeof(Transaction) == 8);
@@ -184,7 +185,7 @@ Transaction load_transaction(const u8* barrier, Site site) {
     fault(site, "a barrier at shared offset %lld is misplaced", static_cast<long long>(barrier - f.block->shared));
   Transaction t;
   std::memcpy(&t, barrier, 8);
-  if (!t.made || !t.expected || t.pending > t.expected) fault(site, "the barrier at shared offset %lld was not initialised", static_cast<long long>(barrier - f.block->shared));
+  if (t.unmade || !t.expected || t.pending > t.expected) fault(site, "the barrier at shared offset %lld was not initialised", static_cast<long long>(barrier - f.block->shared));
   return t;
 }
 
@@ -579,7 +580,7 @@ void transaction_init(u8* barrier, u32 arrivals, Site site) {
   if (arrivals == 0 || arrivals >= 1u << 15) fault(site, "a barrier for %u arrivals", arrivals);
   if (barrier < f.block->shared || barrier + 8 > f.block->shared + group->config.shared_bytes || (barrier - f.block->shared) % 8)
     fault(site, "a barrier at shared offset %lld: it needs 8 aligned bytes of the block's", static_cast<long long>(barrier - f.block->shared));
-  const Transaction t{0, arrivals & 0x7fff, arrivals & 0x7fff, 1, 0};
+  const Transaction t{0, arrivals & 0x7fff, arrivals & 0x7fff, 0, 0};
   std::memcpy(barrier, &t, 8);
 }
 

@@ -45,7 +45,7 @@ FAULTS = {
     ),
     "missing cp.async wait": Fault("gemm_probe", "    kd::cp_async_wait<stages - 2>();\n", "", "nan|NaN|changes with the schedule"),
     "missing wait for a bulk copy": Fault(
-        "gemm_probe", "    kd::barrier_wait(kd::shared_at(full_at + 8 * stage), step / stages & 1);\n", "", "nan|NaN|changes with the schedule|outside",
+        "gemm_probe", "    kd::barrier_wait(kd::shared_at(full_at + 8 * stage), step / stages & 1);\n", "", "nan|NaN|changes with the schedule|outside|more arrivals",
     ),
     "slot refilled before it was read": Fault(
         "gemm_probe", "    kd::block_sync();\n    if (step + stages - 1 < steps) fill(step + stages - 1);\n",
@@ -78,7 +78,7 @@ SANITIZER_FAULTS = {
     "read past an input": Fault("tree_accept", "    if (i < nodes) {\n      choice[i]", "    if (i < nodes + 32) {\n      choice[i % nodes]", "heap-buffer-overflow|use-after-poison|unknown-crash"),
     "read past shared memory": Fault("primitives", "put(exchange[threads - 1 - thread]);", "put(exchange[threads + 3 - thread]);", "use-after-poison"),
     "read before the copy has landed": Fault("gemm_probe", "    kd::cp_async_wait<stages - 2>();\n", "", "use-after-poison"),
-    "signed overflow": Fault("tree_accept", "next_starts[sequence] = start +", "next_starts[sequence] = start + 2147483647 +", "signed integer overflow"),
+    "signed overflow": Fault("tree_accept", "next_starts[sequence] = start +", "next_starts[sequence] = start * 2147483647 +", "signed integer overflow"),
 }  # fmt: skip
 
 

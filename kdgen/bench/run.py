@@ -1,0 +1,125 @@
+"""Timing of every kernel of a spec on its family's workloads."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdgen.bench.ceilings import Ceilings, ceiling_kernels, measure_ceilings
+from kdgen.bench.measure import Timing, time_calls
+from kdgen.errors import UsageError
+from kdgen.kernels.base import Workload
+from kdgen.runtime import Kernel, load, open_device
+from kdgen.runtime.call import BoundCall
+from kdgen.runtime.device import Device
+from kdgen.spec import Spec
+from kdgen.targets import Target, get_target
+from kdgen.verify.artifacts import target_of
+
+#: Copies of a cold workload's inputs together exceed this many bytes: four times the largest L2 cache of a target.
+COLD_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """One timed workload.
+
+    Attributes:
+        kernel, workload: names.
+        timing: of one call of the kernel (all its launches).
+        bandwidth, rate: bytes/s and operations/s that the workload's counts make of it; 0 where it has none.
+        read_share, mma_share: of the measured ceilings.
+    """
+
+    kernel: str
+    workload: str
+    timing: Timing
+    bandwidth: float
+    rate: float
+    read_share: float
+    mma_share: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+
+class Bench:
+    """Builds a spec for the GPU at hand and times it; use as a context manager.
+
+    Args:
+        spec: its kernels are timed.
+        device: `cuda` or `cuda:N`.
+        seed: of the workloads.
+
+    Attributes:
+        ceilings: measured on entry.
+
+    Raises:
+        UsageError: the host target, which emulates arithmetic and not time.
+    """
+
+    def __init__(self, spec: Spec, device: str, seed: int = 0):
+        if not device.startswith("cuda"):
+            raise UsageError(f"kdgen bench times GPUs, not '{device}': the host target emulates arithmetic, not time; use --device cuda")
+        self.spec, self.seed = spec, seed
+        self.target: Target = get_target(target_of(device, sanitize=False).name)
+        self.device: Device = open_device(device)
+        self.ceilings: Ceilings
+        self._directory = tempfile.TemporaryDirectory(prefix="kdgen-bench-")
+        self._kit: Mapping[str, Kernel] = {}
+
+    def __enter__(self) -> Bench:
+        from kdgen.build import build_spec
+
+        spec = replace(self.spec, kernels=(*self.spec.kernels, *ceiling_kernels()))
+        out = Path(self._directory.name)
+        build_spec(spec, [self.target], out)
+        self._kit = load(out / spec.name / self.target.name, self.device)
+        self.ceilings = measure_ceilings(self._kit, self.device, self.target.sms)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._directory.cleanup()
+
+    def results(self, launches: int = 200, replays: int = 21) -> Iterator[Result]:
+        """Time every workload; yields results as they come."""
+        for spec in self.spec.kernels:
+            for workload in spec.family.workloads(spec.params, np.random.default_rng(self.seed)):
+                calls = self._calls(self._kit[spec.name], workload)
+                timing = time_calls(self.device, calls, max(launches, len(calls)), replays)
+                seconds = timing.median * 1e-6
+                bandwidth, rate = workload.moved_bytes / seconds, workload.flops / seconds
+                yield Result(
+                    spec.name, workload.name, timing, bandwidth, rate, bandwidth / self.ceilings.read, rate / self.ceilings.mma
+                )  # fmt: skip
+
+    def _calls(self, kernel: Kernel, workload: Workload) -> list[BoundCall]:
+        """The workload's call, or for a cold one as many calls on copies of its inputs as push each other out of the L2 cache."""
+        size = sum(array.nbytes for array in workload.inputs.values())
+        copies = min(200, -(-COLD_BYTES // max(1, size))) if workload.cold else 1
+        calls = []
+        for _ in range(copies):
+            arrays = {name: self.device.array(value) for name, value in workload.inputs.items()}
+            known = {**workload.dimensions, **bound(kernel, workload)}
+            calls.append(kernel.bind(**arrays, **kernel.allocate(**known), dims=dict(workload.dimensions)))
+        return calls
+
+
+def bound(kernel: Kernel, workload: Workload) -> dict[str, int]:
+    """Dimensions that the outputs' shapes need, as the workload's arrays bind them."""
+    from kdgen.expressions import names_in
+    from kdgen.verify.kernel import bound_dimensions
+
+    known = bound_dimensions(kernel.contract, workload.inputs, workload.dimensions)
+    needed: set[str] = set()
+    for argument in kernel.contract.arguments:
+        if argument.role in ("out", "workspace"):
+            for size in argument.shape:
+                needed |= names_in(size) if isinstance(size, str) else set()
+    return {name: known[name] for name in needed if name in known}

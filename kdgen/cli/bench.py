@@ -1,0 +1,49 @@
+"""`kdgen bench`: how long a spec's kernels take on a GPU, as shares of what it can do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kdgen.cli.build import SetOption, SpecPath
+from kdgen.cli.output import print_json, print_table
+
+
+def bench(
+    spec: SpecPath,
+    *,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
+    seed: Annotated[int, typer.Option(min=0, help="Of the workloads' inputs.")] = 0,
+    launches: Annotated[int, typer.Option(min=1, max=10_000, help="Launches in the graph that is replayed.")] = 200,
+    replays: Annotated[int, typer.Option(min=3, max=10_000, help="Replays; the median is reported.")] = 21,
+    overrides: SetOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Time every kernel of a spec on a GPU: replays of one captured graph, medians, shares of the measured ceilings.
+
+    The read and mma ceilings are measured in the same run. Inputs that come from memory in the engine are rotated through copies
+    larger than the L2 cache.
+
+    Example: kdgen bench specs/kernels/tree_build.yaml --device cuda
+    """
+    from kdgen.bench.run import Bench
+    from kdgen.spec import load_spec
+
+    with Bench(load_spec(str(spec), overrides or ()), device, seed) as run:
+        results = list(run.results(launches, replays))
+    if json:
+        ceilings = {"read": run.ceilings.read, "mma": run.ceilings.mma}
+        print_json({"spec": run.spec.name, "target": run.target.name, "ceilings": ceilings, "results": [r.to_json() for r in results]})
+        return
+    print(f"ceilings measured in this run: read {run.ceilings.read / 1e9:,.0f} GB/s, mma.sync bf16 {run.ceilings.mma / 1e12:,.0f} TFLOP/s")
+    rows = [
+        [
+            r.kernel, r.workload, f"{r.timing.median:.2f}", f"{r.timing.low:.2f}-{r.timing.high:.2f}",
+            f"{r.bandwidth / 1e9:,.0f} ({r.read_share:.0%})" if r.bandwidth else "",
+            f"{r.rate / 1e12:,.1f} ({r.mma_share:.0%})" if r.rate else "",
+        ]
+        for r in results
+    ]  # fmt: skip
+    right = ("µs", "10-90 %", "GB/s (of read)", "TFLOP/s (of mma)")
+    print_table("", ("kernel", "workload", *right), rows, right=right)
