@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class Bench:
     def __enter__(self) -> Bench:
         from kdgen.build import build_spec
 
-        spec = replace(self.spec, kernels=(*self.spec.kernels, *ceiling_kernels()))
+        spec = Spec.of(self.spec.name, *self.spec.kernels, *ceiling_kernels())
         out = Path(self._directory.name)
         build_spec(spec, [self.target], out)
         self._kit = load(out / spec.name / self.target.name, self.device)

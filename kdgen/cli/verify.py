@@ -25,6 +25,7 @@ def verify(
     device: Annotated[str, typer.Option(metavar="DEVICE", help="host, cuda, or cuda:N.")] = "host",
     seed: Annotated[int, typer.Option(min=0, help="Of the test inputs and of the random schedules.")] = 0,
     schedules: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each case. On the host, each with its own thread order.")] = 4,
+    regroup: Annotated[int, typer.Option(min=0, max=1000, help="Other groupings of each case's rows: shuffled, alone, in part.")] = 2,
     cases: Annotated[Path | None, typer.Option(metavar="FILE", help="Also run these worked DDTree cases (ddtree-oracle-v1).")] = None,
     sanitize: Annotated[bool, typer.Option("--sanitize", help="On the host, with AddressSanitizer and UBSan. Slow.")] = False,
     overrides: SetOption = None,
@@ -34,7 +35,8 @@ def verify(
     """Run every kernel of a spec against its numpy reference; one line each.
 
     Outputs and workspaces hold NaN patterns before each launch. On the host, every case runs with several thread orders and copy
-    timings, which must not change a single bit. Leaves with 3 when something differs.
+    timings, which must not change a single bit; nor may a row's bits depend on the rows that are computed beside it. Leaves with 3
+    when something differs.
 
     Example: kdgen verify specs/engines/kimi-k2.6.yaml --device host --seed 7
     """
@@ -57,7 +59,7 @@ def verify(
         settings["watch"] = note
     verdicts: list[Verdict] = []
     width = max(len(kernel.name) for kernel in loaded.kernels)
-    for verdict in verify_spec(loaded, device, **settings):
+    for verdict in verify_spec(loaded, device, regroup=regroup, **settings):
         verdicts.append(verdict)
         if not json:
             _print_line(verdict.passed, kernel_line(verdict, width), verdict.failures)
@@ -81,7 +83,8 @@ def verify(
 def kernel_line(verdict: Verdict, width: int) -> str:
     """One kernel's verdict, without pass or FAIL."""
     accuracy = f"error {_figure(verdict.error)}, bound {_figure(verdict.bound)}" if verdict.bound else "bit for bit"
-    return f"{verdict.kernel:<{width}}  {verdict.cases} cases × {verdict.schedules} schedules, {accuracy}"
+    rows = f" + {verdict.regroupings} regroupings" if verdict.regroupings else ""
+    return f"{verdict.kernel:<{width}}  {verdict.cases} cases × {verdict.schedules} schedules{rows}, {accuracy}"
 
 
 def case_line(verdict: CaseVerdict) -> str:

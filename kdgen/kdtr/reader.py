@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.dtypes import numpy_dtype
 from kdgen.errors import ArtifactError
 from kdgen.kdtr.format import (
     EDGE_BYTES,
@@ -25,7 +26,6 @@ from kdgen.kdtr.format import (
     unpack_index,
     unpack_trailer,
 )  # fmt: skip
-from kdgen.runtime.dtypes import numpy_dtype
 
 _CHUNK_BYTES = 16 << 20
 

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.dtypes import dtype_name
 from kdgen.errors import ArtifactError, LaunchError
 from kdgen.expressions import round_up
 from kdgen.kdtr import format as kdtr
-from kdgen.runtime.dtypes import dtype_name
 
 _CHUNK_BYTES = 16 << 20
 

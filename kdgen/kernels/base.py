@@ -130,6 +130,7 @@ class Family:
         tolerances: output name to tolerance; `EXACT` where absent.
         dimensions: parameters and inputs to the dimensions that no input array binds.
         workloads: parameters and a generator to what `kdgen bench` times.
+        rows: the dimension whose entries may not influence each other's outputs, not in a single bit; empty if there is none.
     """
 
     name: str
@@ -143,3 +144,4 @@ class Family:
     tolerances: Callable[[Any], Mapping[str, Tolerance]] = lambda params: {}
     dimensions: Callable[[Any, Arrays], Mapping[str, int]] = field(default=lambda params, inputs: {})
     workloads: Callable[[Any, np.random.Generator], Iterator[Workload]] = lambda params, rng: iter(())
+    rows: str = ""

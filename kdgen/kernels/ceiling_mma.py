@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from kdgen.contract import Argument, Capacity, Contract, Launch
+from kdgen.dtypes import numpy_dtype
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams
 from kdgen.targets import Target
 
@@ -51,7 +51,7 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
 
 def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     """The totals; the cases keep every partial sum an integer below 2^24, so they are exact."""
-    halves = inputs["operands"].view(ml_dtypes.bfloat16).astype(np.float64).reshape(32, 6, 2)
+    halves = inputs["operands"].view(numpy_dtype("bf16")).astype(np.float64).reshape(32, 6, 2)
     a, b = np.zeros((16, 16)), np.zeros((16, 8))
     lane = np.arange(32)
     g, t = lane // 4, lane % 4
@@ -68,7 +68,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     """Operands of −1, 0 and 1."""
-    operands = rng.integers(-1, 2, size=(32, 12)).astype(ml_dtypes.bfloat16).view(np.uint32)
+    operands = rng.integers(-1, 2, size=(32, 12)).astype(numpy_dtype("bf16")).view(np.uint32)
     yield Case("small integers", {"operands": operands})
 
 

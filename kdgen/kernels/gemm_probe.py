@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from kdgen.contract import Argument, Capacity, Contract, Launch
+from kdgen.dtypes import numpy_dtype
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Tolerance, Workload
 from kdgen.targets import Target
 
@@ -99,17 +99,17 @@ def tolerances(p: Params) -> Mapping[str, Tolerance]:
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     """Every remainder of the row tile that matters, and rows of wildly different size."""
-    w = (rng.normal(size=(p.n, p.k)) / np.sqrt(p.k)).astype(ml_dtypes.bfloat16)
+    w = (rng.normal(size=(p.n, p.k)) / np.sqrt(p.k)).astype(numpy_dtype("bf16"))
     for rows in sorted({t for t in (1, 7, 8, 9, 16, 17, 31, 33, 64) if t <= p.rows}):
         x = rng.normal(size=(rows, p.k)) * 2.0 ** rng.integers(-8, 8, size=(rows, 1))
-        yield Case(f"T = {rows}", {"x": x.astype(ml_dtypes.bfloat16), "w": w})
+        yield Case(f"T = {rows}", {"x": x.astype(numpy_dtype("bf16")), "w": w})
 
 
 def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
     """Few rows, weights from memory."""
-    w = rng.normal(size=(p.n, p.k)).astype(ml_dtypes.bfloat16)
+    w = rng.normal(size=(p.n, p.k)).astype(numpy_dtype("bf16"))
     for rows in (t for t in (1, 8, 16, 32, 64) if t <= p.rows):
-        x = rng.normal(size=(rows, p.k)).astype(ml_dtypes.bfloat16)
+        x = rng.normal(size=(rows, p.k)).astype(numpy_dtype("bf16"))
         moved = w.nbytes + x.nbytes + rows * p.n * 4
         yield Workload(f"T = {rows}", {"x": x, "w": w}, moved_bytes=moved, flops=2 * rows * p.n * p.k, cold=True)
 
@@ -125,4 +125,5 @@ FAMILY = Family(
     cases=cases,
     tolerances=tolerances,
     workloads=workloads,
+    rows="T",
 )

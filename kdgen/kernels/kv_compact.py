@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from kdgen.contract import DTYPE_BYTES, Argument, Capacity, Contract, Launch
+from kdgen.dtypes import numpy_dtype
 from kdgen.expressions import round_up
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, Workload
 from kdgen.targets import Target
@@ -43,7 +43,7 @@ class Params(FamilyParams):
             raise ValueError(f"a row of {self.width} {self.dtype} is {row} bytes; it must be a multiple of 16")
         if self.swizzle and (row % 128 or self.page_size % 8):
             raise ValueError(
-                f"swizzle needs rows of a multiple of 128 bytes and pages of a multiple of 8 rows; got {row} bytes and {self.page_size} rows"
+                f"swizzle needs rows of a multiple of 128 bytes, pages of a multiple of 8 rows; got {row} bytes, {self.page_size} rows"
             )
         return self
 
@@ -98,15 +98,13 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     for s, table in enumerate(inputs["page_tables"]):
         for j in range(1, int(inputs["accepted_counts"][s])):
             source, target = int(inputs["starts"][s]) + int(inputs["accepted"][s, j]), int(inputs["starts"][s]) + j
-            plain[:, table[target // p.page_size], target % p.page_size] = before[
-                :, table[source // p.page_size], source % p.page_size
-            ]
+            plain[:, table[target // p.page_size], target % p.page_size] = before[:, table[source // p.page_size], source % p.page_size]
     return {"cache": swizzled(plain) if p.swizzle else plain}
 
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     """Random accepted paths over shuffled pages, starts that straddle pages, and nothing to move."""
-    dtype = ml_dtypes.bfloat16 if p.dtype == "bf16" else np.float32
+    dtype = numpy_dtype(p.dtype)
     budget = 40
     for name, count in (("one sequence", 1), ("several", min(4, p.sequences)), ("nothing to move", min(2, p.sequences))):
         needed = min(p.max_pages, 2 + (3 * p.page_size + budget) // p.page_size)
@@ -135,7 +133,7 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
 def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
     """One sequence, the longest path off the chain, and a round in which nothing has to move."""
     pages = -(-(40 + 2 * p.page_size) // p.page_size)
-    dtype = ml_dtypes.bfloat16 if p.dtype == "bf16" else np.float32
+    dtype = numpy_dtype(p.dtype)
     cache = np.zeros((p.layers, pages, p.page_size, p.width), dtype)
     table = np.zeros((1, p.max_pages), np.int32)
     table[0, :pages] = rng.permutation(pages)[: p.max_pages]

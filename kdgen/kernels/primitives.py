@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from kdgen.contract import Argument, Capacity, Contract, Launch
+from kdgen.dtypes import numpy_dtype
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Tolerance
 from kdgen.targets import Target
 
@@ -64,7 +64,7 @@ def _bits(values: npt.NDArray[Any]) -> Words:
 
 
 def _to_bf16(values: npt.NDArray[Any]) -> Words:
-    bits = np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    bits = np.asarray(values, np.float32).astype(numpy_dtype("bf16")).view(np.uint16).astype(np.uint32)
     return np.where(np.isnan(values), np.uint32(0x7FFF), bits)
 
 
@@ -78,7 +78,7 @@ def _matrix_rows(x: Words) -> list[Words]:
 
     def fragments(matrices: npt.NDArray[np.uint16]) -> list[Words]:
         low, high = matrices[:, :, g, 2 * t].astype(np.uint32), matrices[:, :, g, 2 * t + 1].astype(np.uint32)
-        both = high << 16 | low  # warp, matrix, lane
+        both = (high << 16 | low).astype(np.uint32)  # warp, matrix, lane
         return [both[:, i].reshape(THREADS) for i in range(4)]
 
     straight, transposed = fragments(halves), fragments(halves.swapaxes(2, 3))
@@ -112,7 +112,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     lane, warp = thread % 32, thread // 32
     halves = x.reshape(2, 32)
 
-    def per_warp(values: npt.NDArray[Any]) -> Words:
+    def per_warp(values: npt.ArrayLike) -> Words:
         return np.repeat(np.asarray(values, np.uint32), 32)
 
     def from_lane(values: npt.NDArray[Any], source: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -156,7 +156,8 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             np.bitwise_count(x).astype(np.uint32) << 16 | (32 - np.frexp(shifted)[1]).astype(np.uint32) << 8
             | np.where(low == 0, 255, np.log2(np.maximum(low & (~low + 1), 1)).astype(np.uint32)),
             picked, np.rint(np.clip(real * np.float32(1e4), 0, None)).astype(np.uint32), zero,
-            np.clip(np.rint(real * np.where(lane == 0, np.float32(1e30), np.float32(1e3))).astype(np.float64), -(2.0**31), 2.0**31 - 1).astype(np.int64), _to_bf16(real), (x & 0xFFFF) << 16,
+            np.clip(np.rint(real * np.where(lane == 0, np.float32(1e30), np.float32(1e3))).astype(np.float64), -(2.0**31), 2.0**31 - 1)
+            .astype(np.int64), _to_bf16(real), (x & 0xFFFF) << 16,
             _to_bf16(-real) << 16 | _to_bf16(real), zero + 0x7FFF, zero + 1,
         ]  # fmt: skip
         exponentials = np.stack([np.exp2(double), np.exp2((real * np.float32(40)).astype(np.float64))])

@@ -68,7 +68,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     """Every output of the kernel, from the definition; exact."""
     tokens, parents, depths, choices = (inputs[name] for name in ("tokens", "parents", "depths", "choices"))
     sequences = len(tokens)
-    out = {name: np.full((sequences, p.depth + 1), -1, np.int32) for name in ("accepted", "committed")}
+    out: dict[str, npt.NDArray[Any]] = {name: np.full((sequences, p.depth + 1), -1, np.int32) for name in ("accepted", "committed")}
     for name in ("accepted_counts", "next_roots", "next_starts"):
         out[name] = np.empty(sequences, np.int32)
     for s in range(sequences):
@@ -140,4 +140,5 @@ FAMILY = Family(
     reference=reference,
     cases=cases,
     workloads=workloads,
+    rows="S",
 )

@@ -44,7 +44,7 @@ class Params(FamilyParams):
     chain_seed: Annotated[bool, Field(description="emit the chain of rank-0 tokens before the best-first search")] = False
     depth_bonus: Annotated[float, Field(ge=0.0, le=4.0, description="added to a score for every depth beyond the first")] = 0.0
     width_cap: Annotated[int, Field(ge=0, le=64, description="use only this many ranks per depth; 0 uses all")] = 0
-    pad: Annotated[bool, Field(description="fill up with unused depth-1 tokens, so that the tree always has `budget` nodes if it can")] = False
+    pad: Annotated[bool, Field(description="fill up with unused depth-1 tokens to `budget` nodes where there are enough")] = False
 
 
 def ranks_used(p: Params) -> int:
@@ -76,7 +76,9 @@ def contract(p: Params, target: Target) -> Contract:
             Argument("parents", "i32", per_node, "out", "node index, −1 for the root"),
             Argument("node_ranks", "i32", per_node, "out", "rank of the token at its depth, −1 for the root"),
             Argument("scores", "f64", per_node, "out", "0 for the root, −inf past the count"),
-            Argument("paths_out", "u8", ("S", nodes, path_bytes(p.depth)), "out", "node index at each depth up to the node itself; 255 beyond"),
+            Argument(
+                "paths_out", "u8", ("S", nodes, path_bytes(p.depth)), "out", "node index at each depth up to the node itself; 255 beyond"
+            ),
             Argument("first_child", "i32", per_node, "out", "node index or −1"),
             Argument("next_sibling", "i32", per_node, "out", "node index or −1"),
             Argument("counts", "i32", ("S",), "out", "nodes, the root included"),
@@ -214,7 +216,7 @@ def random_log_probs(rng: np.random.Generator, depth: int, top_k: int, sharpness
     log_probs = log_probs[:, :top_k]
     if steps:
         log_probs = np.round(log_probs * steps) / steps
-    return log_probs.astype(np.float32)
+    return np.asarray(log_probs, np.float32)
 
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
@@ -246,7 +248,11 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     for steps in (1, 2, 4):
         yield case(f"ties at 1/{steps} nat", rows(lambda steps=steps: random_log_probs(rng, p.depth, p.top_k, 1.0, steps)), full)
     yield case("all equal", np.full((most, p.depth, p.top_k), -1.5, np.float32), full)
-    yield case("budgets 0, 1, …, beyond", rows(lambda: random_log_probs(rng, p.depth, p.top_k)), [(i - 1) * (p.budget + 3) // max(1, most - 2) for i in range(most)])
+    yield case(
+        "budgets 0, 1, …, beyond",
+        rows(lambda: random_log_probs(rng, p.depth, p.top_k)),
+        [(i - 1) * (p.budget + 3) // max(1, most - 2) for i in range(most)],
+    )
     spoiled = rows(lambda: random_log_probs(rng, p.depth, p.top_k))
     spoiled[rng.random(spoiled.shape) < 0.2] = np.nan
     yield case("NaN", spoiled, full)
@@ -283,4 +289,5 @@ FAMILY = Family(
     reference=reference,
     cases=cases,
     workloads=workloads,
+    rows="S",
 )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.dtypes import dtype_name, numpy_dtype
 from kdgen.errors import LaunchError
-from kdgen.runtime.dtypes import dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
     from kdgen.runtime.device import Device

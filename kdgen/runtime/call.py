@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kdgen.contract import DTYPE_BYTES, Argument, Contract
+from kdgen.dtypes import accepts
 from kdgen.errors import LaunchError
 from kdgen.runtime.array import Array, Shape
 from kdgen.runtime.device import Device, Prepared, Program
-from kdgen.runtime.dtypes import accepts
 from kdgen.runtime.geometry import Geometries, show_dims
 from kdgen.runtime.views import View
 

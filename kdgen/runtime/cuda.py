@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.dtypes import dtype_name
 from kdgen.errors import DeviceError, LaunchError
 from kdgen.runtime.array import Array, checked_shape
 from kdgen.runtime.cuda_driver import check, core, driver, plain_errors
@@ -16,7 +17,6 @@ from kdgen.runtime.cuda_memory import CudaArray
 from kdgen.runtime.cuda_program import CudaProgram
 from kdgen.runtime.cuda_stream import BorrowedStream, CudaEvent, CudaGraph, CudaStream
 from kdgen.runtime.dlpack import CPU, CUDA, CUDA_MANAGED, CUDA_PINNED
-from kdgen.runtime.dtypes import dtype_name
 from kdgen.runtime.manifest import KernelRecord, Manifest, TargetRecord
 from kdgen.runtime.open import gpu_count
 from kdgen.runtime.views import View, not_an_array, view_cuda_interface, view_dlpack

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.dtypes import numpy_dtype
 from kdgen.runtime.array import Array, Shape
 from kdgen.runtime.cuda_driver import check, driver
 from kdgen.runtime.dlpack import CUDA, lend
-from kdgen.runtime.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from kdgen.runtime.cuda import CudaDevice

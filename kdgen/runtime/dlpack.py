@@ -9,8 +9,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kdgen.dtypes import DLPACK, FROM_DLPACK
 from kdgen.errors import LaunchError
-from kdgen.runtime.dtypes import DLPACK, FROM_DLPACK
 
 if TYPE_CHECKING:
     from kdgen.runtime.array import Array

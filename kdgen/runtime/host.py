@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.contract import Launch
+from kdgen.dtypes import dtype_name
 from kdgen.errors import ArtifactError, DeviceError, KernelFault, LaunchError
 from kdgen.runtime.array import Array, ParameterBlock, checked_shape
 from kdgen.runtime.dlpack import CPU, CUDA_MANAGED, CUDA_PINNED
-from kdgen.runtime.dtypes import dtype_name
 from kdgen.runtime.host_library import LaunchConfig, Library, map_library, refuse_isa, refuse_sanitizer, sanitizer_environment
 from kdgen.runtime.host_memory import HostArray
 from kdgen.runtime.manifest import KernelRecord, Manifest, TargetRecord

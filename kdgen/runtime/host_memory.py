@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.dtypes import numpy_dtype
 from kdgen.runtime.array import Array, Shape
 from kdgen.runtime.dlpack import CPU, lend
-from kdgen.runtime.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from kdgen.runtime.host import HostDevice

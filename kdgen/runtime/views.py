@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdgen.dtypes import dtype_name
 from kdgen.errors import LaunchError
 from kdgen.runtime.dlpack import is_contiguous, read_capsule
-from kdgen.runtime.dtypes import dtype_name
 
 #: DLPack version that capsules are asked for; libraries that know no versions are asked without it.
 _DLPACK_VERSION = (1, 0)

@@ -71,6 +71,12 @@ class Spec:
     kernels: tuple[KernelSpec, ...]
     engine: EngineSpec | None = None
 
+    @classmethod
+    def of(cls, name: str, *kernels: KernelSpec) -> Spec:
+        """A spec that is in no file: these kernels, built for whatever target is asked for."""
+        digest = digest_of(name=name, kind="kernel", targets=(), kernels=kernels, engine=None, description="")
+        return cls(name, "kernel", "", digest, (), kernels)
+
     def kernel(self, name: str) -> KernelSpec:
         """The kernel called `name`; UsageError naming the others when there is none."""
         for kernel in self.kernels:

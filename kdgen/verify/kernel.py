@@ -13,6 +13,7 @@ from kdgen.errors import DeviceError, LaunchError
 from kdgen.expressions import extent
 from kdgen.kernels.base import EXACT, Case
 from kdgen.verify.compare import Array, Difference, compare, filled, first_change
+from kdgen.verify.rows import differing_row, regroupings, row_count, take_rows
 from kdgen.verify.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Verdict:
     Attributes:
         kernel, family: names.
         cases, schedules: how many of each were run.
+        regroupings: how many other groupings of the cases' rows were run, for a family whose rows must not influence each other.
         error: the largest error of any output that has a tolerance (see `kdgen.verify.compare`).
         bound: the bound of the output with that error; 0 when every output is exact.
         failures: one line for each case that failed; empty when the kernel passed.
@@ -45,6 +47,7 @@ class Verdict:
     error: float
     bound: float
     failures: tuple[str, ...] = field(default=())
+    regroupings: int = 0
 
     @property
     def passed(self) -> bool:
@@ -56,11 +59,11 @@ class Verdict:
         return {
             "kernel": self.kernel, "family": self.family, "cases": self.cases, "schedules": self.schedules,
             "error": self.error if np.isfinite(self.error) else None, "bound": self.bound, "passed": self.passed,
-            "failures": list(self.failures),
+            "regroupings": self.regroupings, "failures": list(self.failures),
         }  # fmt: skip
 
 
-def verify_kernel(spec: KernelSpec, builds: Mapping[Schedule, Kernel], seed: int, watch: Watcher) -> Verdict:
+def verify_kernel(spec: KernelSpec, builds: Mapping[Schedule, Kernel], seed: int, watch: Watcher, regroup: int = 2) -> Verdict:
     """Run all cases of `spec`'s family and compare.
 
     Args:
@@ -68,9 +71,11 @@ def verify_kernel(spec: KernelSpec, builds: Mapping[Schedule, Kernel], seed: int
         builds: the loaded kernel for each schedule, on a device set to that schedule.
         seed: of the case generator.
         watch: called before each launch.
+        regroup: how many other groupings of each case's rows to run.
     """
     family, failures = spec.family, list[str]()
-    worst, bound, count = 0.0, 0.0, 0
+    worst, bound, count, regrouped = 0.0, 0.0, 0, 0
+    order = np.random.default_rng(seed)
     for case in family.cases(spec.params, np.random.default_rng(seed)):
         count += 1
         try:
@@ -78,6 +83,8 @@ def verify_kernel(spec: KernelSpec, builds: Mapping[Schedule, Kernel], seed: int
             for schedule, kernel in builds.items():
                 watch(spec.name, case.name, schedule.name)
                 results[schedule] = run_case(kernel, case.inputs, family.dimensions(spec.params, case.inputs), schedule.fill)
+            number, moved = _regroup(spec, case, builds, results, order, regroup, watch)
+            regrouped += number
         except LaunchError as error:
             failures.append(f"case {case.name}: refused: {error}")
             continue
@@ -88,9 +95,29 @@ def verify_kernel(spec: KernelSpec, builds: Mapping[Schedule, Kernel], seed: int
         case_error, case_bound, failure = judge_case(spec, case, results)
         if case_error > worst or not bound:
             worst, bound = max(worst, case_error), case_bound
-        if failure:
-            failures.append(f"case {case.name}: {failure}")
-    return Verdict(spec.name, family.name, count, len(builds), worst, bound, tuple(failures))
+        if failure or moved:
+            failures.append(f"case {case.name}: {failure or moved}")
+    return Verdict(spec.name, family.name, count, len(builds), worst, bound, tuple(failures), regrouped)
+
+
+def _regroup(
+    spec: KernelSpec, case: Case, builds: Mapping[Schedule, Kernel], results: Results, rng: np.random.Generator, most: int, watch: Watcher
+) -> tuple[int, str]:
+    """Run other groupings of a case's rows, on the schedules in turn; returns (how many, what differs or "")."""
+    family, count, turns = spec.family, 0, list(builds.items())
+    if not family.rows:
+        return 0, ""
+    contract = turns[0][1].contract
+    whole = results[turns[0][0]]
+    for name, rows in regroupings(row_count(contract, family.rows, case.inputs), rng, most):
+        schedule, kernel = turns[count % len(turns)]
+        watch(spec.name, f"{case.name}, {name}", schedule.name)
+        inputs = take_rows(contract, family.rows, case.inputs, rows)
+        part = run_case(kernel, inputs, family.dimensions(spec.params, inputs), schedule.fill)
+        count += 1
+        if difference := differing_row(contract, family.rows, whole, part, rows):
+            return count, f"not row-exact: {difference} ({name}, {schedule.name})"
+    return count, ""
 
 
 def run_case(kernel: Kernel, inputs: Mapping[str, Array], dimensions: Mapping[str, int], fill: int) -> dict[str, Array]:
@@ -166,6 +193,6 @@ def _schedule_fault(base: Schedule, schedule: Schedule, change: Difference) -> s
 
 
 def _blank(argument: Argument, dimensions: Mapping[str, int], fill: int) -> Array:
-    from kdgen.runtime.dtypes import numpy_dtype
+    from kdgen.dtypes import numpy_dtype
 
     return filled(tuple(extent(size, dimensions) for size in argument.shape), numpy_dtype(argument.dtype), fill)

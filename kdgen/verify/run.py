@@ -15,6 +15,7 @@ from kdgen.verify.schedules import Schedule, device_schedules, host_schedules
 from kdgen.verify.tree_step import TreeKernels
 
 DEFAULT_SCHEDULES = 4
+DEFAULT_REGROUPINGS = 2
 GENERATED = Path("generated")
 
 
@@ -33,6 +34,7 @@ def verify_spec(
     *,
     seed: int = 0,
     schedules: int = DEFAULT_SCHEDULES,
+    regroup: int = DEFAULT_REGROUPINGS,
     sanitize: bool = False,
     out: Path = GENERATED,
     watch: Watcher = _ignore,
@@ -44,6 +46,7 @@ def verify_spec(
         device: `host`, `cuda` or `cuda:N`.
         seed: of the cases, and of the random schedules.
         schedules: how many runs of each case; on the host each has its own thread order and copy timing.
+        regroup: how many other groupings of each case's rows are run: shuffled, alone, in part; they must not change a bit.
         sanitize: use the sanitizer build (host only; the process must have been started for it, see `kdgen.verify.sanitize`).
         out: the directory `kdgen build` writes to.
         watch: called before each launch with kernel, case and schedule.
@@ -55,7 +58,7 @@ def verify_spec(
     with Artifacts(target_of(device, sanitize=sanitize), out) as artifacts:
         kits = load_for(artifacts.directory(spec), plan, device)
         for kernel in spec.kernels:
-            yield verify_kernel(kernel, {schedule: kit[kernel.name] for schedule, kit in kits.items()}, seed, watch)
+            yield verify_kernel(kernel, {schedule: kit[kernel.name] for schedule, kit in kits.items()}, seed, watch, regroup)
 
 
 def verify_cases(

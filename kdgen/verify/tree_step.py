@@ -236,6 +236,6 @@ def _row(rows: Array, table: Array, position: int, page_size: int) -> Array:
 
 
 def _as_cache(words: Array, dtype: str) -> Array:
-    from kdgen.runtime.dtypes import numpy_dtype
+    from kdgen.dtypes import numpy_dtype
 
     return words.view(numpy_dtype(dtype))

@@ -146,15 +146,16 @@ template <class T> KD_DEVICE T load_constant(const T* p) { return *p; }
 KD_DEVICE vec4 load_stream(const vec4* p) { return *p; }
 KD_DEVICE void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 KD_DEVICE u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-KD_DEVICE void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+KD_DEVICE void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE), moved(); }
 template <class T> KD_DEVICE T atomic_swap_if(T* p, T expected, T v) {
-  __atomic_compare_exchange(p, &expected, &v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  if (__atomic_compare_exchange(p, &expected, &v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) moved();
   return expected;
 }
 template <class T, class F> KD_DEVICE T atomic_update(T* p, F next) {
   T old;
   __atomic_load(p, &old, __ATOMIC_RELAXED);
   for (T value = next(old); !__atomic_compare_exchange(p, &old, &value, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED); value = next(old)) {}
+  if (next(old) != old) moved();
   return old;
 }
 template <class T> KD_DEVICE T atomic_add(T* p, T v) { return atomic_update(p, [v](T old) { return static_cast<T>(old + v); }); }

@@ -107,7 +107,35 @@ struct Group;
 thread_local Group* group = nullptr;
 
 // The blocks that are alive together on one OS thread: one, or all of a cooperative grid.
+// Which OS threads of a launch wait for each other. One that sleeps in vain counts its sleeps, and whoever falls asleep after having moved sets all
+// counts back. When every thread still at work has slept `patience` times, none of them can ever wake another.
+class Sleepers {
+ public:
+  explicit Sleepers(u32 workers) : sleeps_(workers) {}
+  void someone_moved() {
+    for (auto& s : sleeps_)
+      if (s != gone) s = 0;
+  }
+  void leave(u32 worker) {
+    someone_moved();
+    sleeps_[worker] = gone;
+  }
+  bool sleep(u32 worker) {  // false: all sleep for ever
+    usleep(20);
+    sleeps_[worker]++;
+    for (const auto& s : sleeps_)
+      if (s < patience) return true;
+    return false;
+  }
+
+ private:
+  static constexpr u32 patience = 4000, gone = 1u << 31;
+  std::vector<std::atomic<u32>> sleeps_;
+};
+
 struct Group {
+  Sleepers& sleepers;
+  const u32 worker;
   const LaunchConfig& config;
   const RedZone* zones;
   void (*body)(void* const*);
@@ -123,7 +151,8 @@ struct Group {
   std::string message;
   u64 progress = 0, spun_at = 0, spins = 0;  // events that may end a wait; the count at the last spin; spins since
 
-  Group(const LaunchConfig& c, const RedZone* z, void (*b)(void* const*), void* const* a, u64 seed) : config(c), zones(z), body(b), args(a), random{seed} {}
+  Group(Sleepers& s, u32 w, const LaunchConfig& c, const RedZone* z, void (*b)(void* const*), void* const* a, u64 seed)
+      : sleepers(s), worker(w), config(c), zones(z), body(b), args(a), random{seed} {}
 
   void run(const std::vector<u32>& block_numbers, char* stacks);
   void start_block(Block& block, u32 number, char*& stacks);
@@ -623,15 +652,17 @@ void transaction_copy(u8* to, const void* from, u32 bytes, u8* barrier, Site sit
   g->copies.push_back(copy);
 }
 
+void moved() { group->progress++; }
+
 void spin_pause(Site site) {
   Group* g = group;
   g->current->site = site;
   // Whoever spins waits for others: they, and copies in flight, go first.
   if (g->ready.size() == g->first_ready) g->land_one(true);
   if (g->progress != g->spun_at) g->spun_at = g->progress, g->spins = 0;
-  // Nothing of this group has moved: only another block, on another OS thread, can end the wait. None can end a cooperative one.
-  if (++g->spins > 10000 && !g->config.cooperative) usleep(20);
-  if (g->spins > 500000) fault(site, "waits forever: nothing else moves");
+  // Nothing of this group moves any more: only another block, on another OS thread, can end the wait.
+  if (++g->spins == 10000) g->sleepers.someone_moved();
+  if (g->spins > 10000 && !g->sleepers.sleep(g->worker)) fault(site, "waits forever: nothing else moves");
   g->ready.insert(g->ready.begin() + static_cast<std::ptrdiff_t>(g->config.order == 1 ? g->first_ready : g->ready.size()), g->current);
   hand_over();
 }
@@ -652,13 +683,16 @@ int run_grid(void (*body)(void* const*), void* const* args, const LaunchConfig& 
   std::atomic<u32> next{0};
   std::atomic<bool> stop{!trouble.empty()};
   std::mutex lock;
-  auto work = [&] {
+  const u32 cores = config.threads ? config.threads : std::max(1u, std::thread::hardware_concurrency());
+  const u32 workers = std::max(1u, std::min(cores, count / per_group));
+  Sleepers sleepers(workers);
+  auto work = [&](u32 worker) {
     SignalStack signal_stack;
     const auto [stacks, held] = stack_pool().take(static_cast<std::size_t>(per_group) * config.block);
     while (!stop) {
       const u32 at = next.fetch_add(per_group);
       if (at >= count) break;
-      Group g(config, zones, body, args, config.seed ^ (0x9e3779b97f4a7c15ull * (at + 1)));
+      Group g(sleepers, worker, config, zones, body, args, config.seed ^ (0x9e3779b97f4a7c15ull * (at + 1)));
       if (stacks)
         g.run(std::vector<u32>(order.begin() + at, order.begin() + at + per_group), stacks);
       else
@@ -670,14 +704,13 @@ int run_grid(void (*body)(void* const*), void* const* args, const LaunchConfig& 
       }
     }
     if (stacks) stack_pool().give(stacks, held);
+    sleepers.leave(worker);
   };
   if (!stop) {
     CrashGuard crash_guard;
-    const u32 cores = config.threads ? config.threads : std::max(1u, std::thread::hardware_concurrency());
-    const u32 workers = std::min(cores, count / per_group);
     std::vector<std::thread> others;
-    for (u32 i = 1; i < workers; i++) others.emplace_back(work);
-    work();
+    for (u32 i = 1; i < workers; i++) others.emplace_back(work, i);
+    work(0);
     for (std::thread& t : others) t.join();
   }
   if (trouble.empty()) return 0;

@@ -70,6 +70,7 @@ bool transaction_test(u8* barrier, u32 parity, Site site);
 void transaction_wait(u8* barrier, u32 parity, Site site);
 void transaction_copy(u8* to, const void* from, u32 bytes, u8* barrier, Site site);
 
+void moved();             // something that another thread may be waiting for has changed
 void spin_pause(KD_SITE);  // lets others run; loops that wait for another block call it
 
 void execute_shfl_4(const void* const* in, void* const* out, u32 mask, u32 parameter);

@@ -38,48 +38,88 @@ class Fault:
 
 
 FAULTS = {
-    "missing barrier": Fault("primitives", "  exchange[thread] = mine;\n  kd::block_sync();\n", "  exchange[thread] = mine;\n", "changes with the schedule|got"),
+    "missing barrier": Fault(
+        "primitives", "  exchange[thread] = mine;\n  kd::block_sync();\n", "  exchange[thread] = mine;\n", "changes with the schedule|got"
+    ),
     "missing warp barrier": Fault(
-        "tree_accept", "  kd::warp_sync();\n  KD_UNROLL\n  for (kd::u32 s = 0; s < slots; s++) {\n    const kd::u32 i = s * 32 + lane;\n    if (i < count) agrees",
-        "  KD_UNROLL\n  for (kd::u32 s = 0; s < slots; s++) {\n    const kd::u32 i = s * 32 + lane;\n    if (i < count) agrees", "changes with the schedule|got",
+        "tree_accept",
+        "  kd::warp_sync();\n  KD_UNROLL\n"
+        "  for (kd::u32 s = 0; s < slots; s++) {\n    const kd::u32 i = s * 32 + lane;\n    if (i < count) agrees",
+        "  KD_UNROLL\n  for (kd::u32 s = 0; s < slots; s++) {\n    const kd::u32 i = s * 32 + lane;\n    if (i < count) agrees",
+        "changes with the schedule|got",
     ),
     "missing cp.async wait": Fault("gemm_probe", "    kd::cp_async_wait<stages - 2>();\n", "", "nan|NaN|changes with the schedule"),
     "missing wait for a bulk copy": Fault(
-        "gemm_probe", "    kd::barrier_wait(kd::shared_at(full_at + 8 * stage), step / stages & 1);\n", "", "nan|NaN|changes with the schedule|outside|more arrivals",
+        "gemm_probe",
+        "    kd::barrier_wait(kd::shared_at(full_at + 8 * stage), step / stages & 1);\n",
+        "",
+        "nan|NaN|changes with the schedule|outside|more arrivals",
     ),
     "slot refilled before it was read": Fault(
-        "gemm_probe", "    kd::block_sync();\n    if (step + stages - 1 < steps) fill(step + stages - 1);\n",
-        "    if (step + stages - 1 < steps) fill(step + stages - 1);\n    kd::block_sync();\n", "nan|NaN|changes with the schedule|error",
+        "gemm_probe",
+        "    kd::block_sync();\n    if (step + stages - 1 < steps) fill(step + stages - 1);\n",
+        "    if (step + stages - 1 < steps) fill(step + stages - 1);\n    kd::block_sync();\n",
+        "nan|NaN|changes with the schedule|error",
     ),
     "collective reached by part of a warp": Fault(
-        "primitives", "  put(kd::shfl_xor(mine, 5u));\n", "  if (lane != 9) put(kd::shfl_xor(mine, 5u));\n", "divergent collective|deadlock.*warp collective.*primitives.cu.j2",
+        "primitives",
+        "  put(kd::shfl_xor(mine, 5u));\n",
+        "  if (lane != 9) put(kd::shfl_xor(mine, 5u));\n",
+        "divergent collective|deadlock.*warp collective.*primitives.cu.j2",
     ),
     "two branches meet in one collective": Fault(
-        "primitives", "  put(kd::shfl_xor(mine, 5u));\n", "  if (lane < 16)\n    put(kd::shfl_xor(mine, 5u));\n  else\n    put(kd::shfl_xor(mine, 5u));\n",
+        "primitives",
+        "  put(kd::shfl_xor(mine, 5u));\n",
+        "  if (lane < 16)\n    put(kd::shfl_xor(mine, 5u));\n  else\n    put(kd::shfl_xor(mine, 5u));\n",
         "divergent collective.*primitives.cu.j2",
     ),
     "barrier reached by part of a block": Fault(
-        "primitives", "  exchange[thread] = mine;\n  kd::block_sync();\n", "  exchange[thread] = mine;\n  if (thread < 33) kd::block_sync();\n  kd::warp_sync();\n",
+        "primitives",
+        "  exchange[thread] = mine;\n  kd::block_sync();\n",
+        "  exchange[thread] = mine;\n  if (thread < 33) kd::block_sync();\n  kd::warp_sync();\n",
         "deadlock.*thread.*(block barrier|warp collective) at templates/primitives.cu.j2|divergent collective",
     ),
     "uninitialised shared memory": Fault("primitives", "  exchange[thread] = mine;\n", "", "changes with the schedule|got"),
     "write past shared memory": Fault(
-        "primitives", "  exchange[thread] = mine;\n", "  exchange[thread] = mine;\n  if (thread == 5) exchange[threads] = mine;\n", "past the end of a shared-memory region",
+        "primitives",
+        "  exchange[thread] = mine;\n",
+        "  exchange[thread] = mine;\n  if (thread == 5) exchange[threads] = mine;\n",
+        "past the end of a shared-memory region",
     ),
-    "write past an output": Fault("primitives", "  // ---- arithmetic\n", "  words[base + threads * {{ word_rows }} + thread] = 1;\n", "words"),
-    "wild address": Fault("primitives", "  // ---- arithmetic\n", "  scratch[(1ll << 40) + thread] = 1;\n", "touched memory that does not exist"),
-    "endless wait": Fault("primitives", "  // ---- arithmetic\n", "  if (thread == 0) while (kd::load_acquire(mailbox + 2) != 3) kd::spin_pause();\n", "waits forever"),
-    "barrier that was never initialised": Fault("gemm_probe", "kd::barrier_init(kd::shared_at(full_at + 8 * s), 1)", "(void)0", "not initialised"),
-}  # fmt: skip
+    "write past an output": Fault(
+        "primitives", "  // ---- arithmetic\n", "  words[base + threads * {{ word_rows }} + thread] = 1;\n", "words"
+    ),
+    "wild address": Fault(
+        "primitives", "  // ---- arithmetic\n", "  scratch[(1ll << 40) + thread] = 1;\n", "touched memory that does not exist"
+    ),
+    "endless wait": Fault(
+        "primitives",
+        "  // ---- arithmetic\n",
+        "  if (thread == 0) while (kd::load_acquire(mailbox + 2) != 3) kd::spin_pause();\n",
+        "waits forever",
+    ),
+    "barrier that was never initialised": Fault(
+        "gemm_probe", "kd::barrier_init(kd::shared_at(full_at + 8 * s), 1)", "(void)0", "not initialised"
+    ),
+}
 
 
 # Only a sanitizer sees these: the launch itself would go on with whatever it read.
 SANITIZER_FAULTS = {
-    "read past an input": Fault("tree_accept", "    if (i < nodes) {\n      choice[i]", "    if (i < nodes + 32) {\n      choice[i % nodes]", "heap-buffer-overflow|use-after-poison|unknown-crash"),
-    "read past shared memory": Fault("primitives", "put(exchange[threads - 1 - thread]);", "put(exchange[threads + 3 - thread]);", "use-after-poison"),
+    "read past an input": Fault(
+        "tree_accept",
+        "    if (i < nodes) {\n      choice[i]",
+        "    if (i < nodes + 32) {\n      choice[i % nodes]",
+        "heap-buffer-overflow|use-after-poison|unknown-crash",
+    ),
+    "read past shared memory": Fault(
+        "primitives", "put(exchange[threads - 1 - thread]);", "put(exchange[threads + 3 - thread]);", "use-after-poison"
+    ),
     "read before the copy has landed": Fault("gemm_probe", "    kd::cp_async_wait<stages - 2>();\n", "", "use-after-poison"),
-    "signed overflow": Fault("tree_accept", "next_starts[sequence] = start +", "next_starts[sequence] = start * 2147483647 +", "signed integer overflow"),
-}  # fmt: skip
+    "signed overflow": Fault(
+        "tree_accept", "next_starts[sequence] = start +", "next_starts[sequence] = start * 2147483647 +", "signed integer overflow"
+    ),
+}
 
 
 def plant(root, fault):

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kdgen.dtypes import numpy_dtype
 from kdgen.errors import ArtifactError
 from kdgen.kdtr import Reader, Writer, pack_int4, save, unpack_int4
 from kdgen.kdtr.format import CODES
-from kdgen.runtime.dtypes import numpy_dtype
 
 RNG = np.random.default_rng(0)
 

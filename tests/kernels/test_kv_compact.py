@@ -18,7 +18,9 @@ def test_swizzle_is_its_own_inverse_and_moves_whole_units():
     for slot in range(8):
         for u in range(16):
             place = (u // 8) * 8 + (u % 8 ^ slot)
-            assert np.array_equal(once[0, slot, place * unit : place * unit + unit], rows.astype(ml_dtypes.bfloat16)[0, slot, u * unit : u * unit + unit])
+            assert np.array_equal(
+                once[0, slot, place * unit : place * unit + unit], rows.astype(ml_dtypes.bfloat16)[0, slot, u * unit : u * unit + unit]
+            )
 
 
 @pytest.mark.parametrize("swizzle", [False, True])
@@ -43,7 +45,10 @@ def test_accepted_rows_reach_their_positions_and_no_other_row_changes(swizzle):
     assert sorted(map(tuple, changed)) == sorted([(4, 7), (1, 0)])
 
 
-@pytest.mark.parametrize(("change", "words"), [({"width": 12}, "multiple of 16"), ({"width": 96, "swizzle": True}, "128"), ({"page_size": 4, "swizzle": True}, "8 rows")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"width": 12}, "multiple of 16"), ({"width": 96, "swizzle": True}, "128"), ({"page_size": 4, "swizzle": True}, "8 rows")],
+)
 def test_rows_that_do_not_fit_their_layout_are_refused(change, words):
     base = {**SMALL, "dtype": "bf16" if "width" in change else "f32"}
     with pytest.raises(ValidationError, match=words):

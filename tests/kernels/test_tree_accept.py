@@ -30,5 +30,10 @@ def test_definition_is_the_walk():
 
 def test_cases_reach_every_depth():
     p = Params(depth=5, budget=60)
-    lengths = {int(n) for seed in range(5) for case in FAMILY.cases(p, np.random.default_rng(seed)) for n in reference(p, case.inputs)["accepted_counts"]}
+    lengths = {
+        int(n)
+        for seed in range(5)
+        for case in FAMILY.cases(p, np.random.default_rng(seed))
+        for n in reference(p, case.inputs)["accepted_counts"]
+    }
     assert lengths >= {1, 2, 3, 4, 5}

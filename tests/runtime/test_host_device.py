@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kdgen.dtypes import dtype_name, numpy_dtype
 from kdgen.errors import DeviceError, KernelFault, LaunchError
 from kdgen.runtime import dlpack
 from kdgen.runtime.device import Device
-from kdgen.runtime.dtypes import dtype_name, numpy_dtype
 from kdgen.runtime.host import HostDevice
 from kdgen.runtime.host_memory import ZONE_BYTES
 from kdgen.runtime.kit import Kit, load

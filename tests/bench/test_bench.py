@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdgen import cli
+from kdgen.bench.ceilings import ceiling_kernels
+from kdgen.bench.run import COLD_BYTES, Bench
+from kdgen.errors import UsageError
+from kdgen.kernels import families
+from kdgen.spec import Spec, load_spec
+
+ROOT = Path(__file__).parents[2]
+PROBE = str(ROOT / "specs" / "kernels" / "gemm_probe.yaml")
+
+
+def test_the_host_is_not_timed():
+    with pytest.raises(UsageError, match="the host target emulates arithmetic, not time"):
+        Bench(Spec.of("ceilings", *ceiling_kernels()), "host")
+
+
+def test_the_command_refuses_the_host(capsys):
+    assert cli.run(["bench", PROBE, "--device", "host"]) == 2
+    assert "emulates arithmetic, not time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "specs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_kernel_of_an_engine_has_workloads_that_its_contract_takes(path):
+    from kdgen.targets import get_target
+    from kdgen.verify.kernel import bound_dimensions
+
+    for kernel in load_spec(path).kernels:
+        contract = kernel.family.contract(kernel.params, get_target("sm_90"))
+        wanted = {a.name for a in contract.arguments if a.role in ("in", "inout", "scalar")}
+        workloads = list(kernel.family.workloads(kernel.params, np.random.default_rng(0)))
+        assert workloads or kernel.family.name == "primitives", kernel.name
+        assert len({w.name for w in workloads}) == len(workloads)
+        for workload in workloads:
+            assert set(workload.inputs) == wanted
+            known = bound_dimensions(contract, workload.inputs, workload.dimensions)
+            assert set(contract.capacities) <= set(known)
+            for symbol, capacity in contract.capacities.items():
+                assert capacity.minimum <= known[symbol] <= capacity.maximum, (kernel.name, workload.name, symbol)
+
+
+def test_ceilings_are_families_like_all_others():
+    assert {kernel.family.name for kernel in ceiling_kernels()} <= set(families())
+
+
+@pytest.mark.cuda
+def test_the_command_times_every_workload(capsys):
+    assert cli.run(["bench", PROBE, "--set", "n=2048", "--set", "k=4096", "--launches", "20", "--replays", "5", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert 1e11 < said["ceilings"]["read"] < 2e13
+    assert 1e13 < said["ceilings"]["mma"] < 1e16
+    assert [r["workload"] for r in said["results"]] == ["T = 1", "T = 8", "T = 16", "T = 32", "T = 64"]
+    for result in said["results"]:
+        timing = result["timing"]
+        assert 0 < timing["low"] <= timing["median"] <= timing["high"]
+        assert 0 < result["read_share"] < 1.1
+        assert timing["launches"] >= COLD_BYTES // (2048 * 4096 * 2 + 64 * 4096 * 2) // 3

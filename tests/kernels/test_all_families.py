@@ -1,0 +1,88 @@
+"""Every family in many shapes against its reference, on the CPU and on a GPU."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kdgen.build import build_spec
+from kdgen.kernels import families, get_family
+from kdgen.spec import KernelSpec, Spec, load_spec
+from kdgen.targets import get_target
+from kdgen.verify import verify_spec
+
+ROOT = Path(__file__).parents[2]
+
+TREE = {"depth": 5, "top_k": 7, "budget": 20, "sequences": 3}
+CACHE = {"layers": 2, "width": 64, "depth": 4, "page_size": 8, "max_pages": 6, "sequences": 3}
+PROBE = {"n": 64, "k": 256, "rows": 64}
+
+VARIANTS = {
+    "tree_build": [
+        TREE, {**TREE, "budget": 0}, {**TREE, "budget": 1, "depth": 1, "top_k": 1}, {**TREE, "chain_seed": True},
+        {**TREE, "depth_bonus": 0.5}, {**TREE, "width_cap": 2}, {**TREE, "pad": True}, {**TREE, "depth": 16, "top_k": 64},
+        {"depth": 7, "top_k": 16, "budget": 255, "sequences": 2}, {"depth": 16, "top_k": 64, "budget": 255, "sequences": 2, "pad": True},
+        {"depth": 7, "top_k": 64, "budget": 64, "sequences": 2, "chain_seed": True, "depth_bonus": 0.25, "width_cap": 9, "pad": True},
+    ],
+    "tree_accept": [
+        {"depth": 1, "budget": 1, "sequences": 2}, {"depth": 7, "budget": 31, "sequences": 5}, {"depth": 16, "budget": 64, "sequences": 3},
+        {"depth": 7, "budget": 255, "sequences": 3},
+    ],
+    "kv_compact": [
+        CACHE, {**CACHE, "swizzle": True}, {**CACHE, "dtype": "f32"}, {**CACHE, "dtype": "f32", "swizzle": True},
+        {**CACHE, "width": 576, "layers": 3, "page_size": 64, "swizzle": True, "depth": 16}, {**CACHE, "page_size": 1},
+    ],
+    "gemm_probe": [
+        PROBE, {**PROBE, "tile": {"n": 32, "t": 8, "k": 32}, "stages": 2}, {**PROBE, "tile": {"n": 64, "t": 32, "k": 128}, "stages": 2},
+        {**PROBE, "tile": {"n": 16, "t": 64, "k": 64}, "stages": 4},
+        {**PROBE, "rows": 33, "tile": {"n": 64, "t": 16, "k": 32}, "stages": 8},
+    ],
+    "primitives": [{"blocks": 1}, {"blocks": 3}],
+    "ceiling_read": [{}, {"unroll": 1}],
+    "ceiling_mma": [{}],
+}  # fmt: skip
+
+KERNELS = [
+    pytest.param(KernelSpec(f"{name}{i}", get_family(name), get_family(name).params.model_validate(params)), id=f"{name}{i}")
+    for name, variants in VARIANTS.items()
+    for i, params in enumerate(variants)
+]
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return request.param
+
+
+def test_no_family_is_left_out():
+    assert set(VARIANTS) == set(families())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_case_equals_its_reference(kernel, device, tmp_path):
+    spec = Spec.of(kernel.name, kernel)
+    (verdict,) = verify_spec(spec, device, schedules=3, regroup=4, out=tmp_path)
+    assert verdict.passed, verdict.failures
+    assert verdict.cases
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("path", sorted((ROOT / "specs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_the_specs_as_they_ship(path, tmp_path):
+    for verdict in verify_spec(load_spec(path), "cuda", schedules=2, out=tmp_path):
+        assert verdict.passed, verdict.failures
+
+
+@pytest.mark.parametrize("target", ["sm_120", "sm_90"])
+def test_every_variant_compiles_without_spills(target, tmp_path):
+    kernels = tuple(kernel.values[0] for kernel in KERNELS)
+    (built,) = build_spec(Spec.of("all", *kernels), [get_target(target)], tmp_path).targets
+    for kernel in built.kernels:
+        for figures in kernel.resources.values():
+            assert (figures["spill_bytes"], figures["stack_bytes"]) == (0, 0), kernel.name
+
+
+def test_specs_are_yaml_that_names_its_schema():
+    for path in (ROOT / "specs").rglob("*.yaml"):
+        assert path.read_text().startswith("# yaml-language-server: $schema="), path
+        assert isinstance(yaml.safe_load(path.read_text()), dict)
