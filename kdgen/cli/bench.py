@@ -13,10 +13,10 @@ from kdgen.cli.output import print_json, print_table
 def bench(
     spec: SpecPath,
     *,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
-    seed: Annotated[int, typer.Option(min=0, help="Of the workloads' inputs.")] = 0,
-    launches: Annotated[int, typer.Option(min=1, max=10_000, help="Launches in the graph that is replayed.")] = 200,
-    replays: Annotated[int, typer.Option(min=3, max=10_000, help="Replays; the median is reported.")] = 21,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the workloads' inputs.")] = 0,
+    launches: Annotated[int, typer.Option("--launches", min=1, max=10_000, help="Launches in the graph that is replayed.")] = 200,
+    replays: Annotated[int, typer.Option("--replays", min=3, max=10_000, help="Replays; the median is reported.")] = 21,
     overrides: SetOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:

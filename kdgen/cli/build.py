@@ -32,12 +32,12 @@ def build(
     spec: SpecPath,
     *,
     arch: ArchOption = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where DIR/SPEC/TARGET/ is written.")] = Path("generated"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where DIR/SPEC/TARGET/ is written.")] = Path("generated"),
     jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=1, help="Compile this many kernels at once. Default: every core.")] = None,
     overrides: SetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Compile everything anew, whatever the cache holds.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be compiled; write nothing.")] = False,
-    keep: Annotated[str, typer.Option(metavar="KINDS", help="Also write these, separated by commas: ptx, sass.")] = "",
+    keep: Annotated[str, typer.Option("--keep", metavar="KINDS", help="Also write these, separated by commas: ptx, sass.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compile the kernels of a spec, and print what each needs.

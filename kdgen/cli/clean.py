@@ -15,7 +15,7 @@ from kdgen.cli.output import human_bytes
 
 def clean(
     *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Remove the builds below this directory.")] = Path("generated"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Remove the builds below this directory.")] = Path("generated"),
     cache: Annotated[bool, typer.Option("--cache", help="Remove the objects in the cache, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:

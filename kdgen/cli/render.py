@@ -39,7 +39,9 @@ def render(
 def schema(
     kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="kernel or engine.", show_default=False)] = None,
     *,
-    write: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernel.json and engine.json into DIR instead.")] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="DIR", help="Write kernel.json and engine.json into DIR instead.")
+    ] = None,
 ) -> None:
     """Print the JSON Schema of a kind of spec, for editors that complete and check YAML.
 

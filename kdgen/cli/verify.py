@@ -15,18 +15,24 @@ from kdgen.cli.output import make_console, print_json
 if TYPE_CHECKING:
     from kdgen.verify import CaseVerdict, Verdict
 
-OutOption = Annotated[Path, typer.Option(metavar="DIR", help="Where kdgen build has put its output; used when it is current.")]
+OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where kdgen build has put its output; used when it is current.")]
 
 
 def verify(
     context: typer.Context,
     spec: SpecPath,
     *,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="host, cuda, or cuda:N.")] = "host",
-    seed: Annotated[int, typer.Option(min=0, help="Of the test inputs and of the random schedules.")] = 0,
-    schedules: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each case. On the host, each with its own thread order.")] = 4,
-    regroup: Annotated[int, typer.Option(min=0, max=1000, help="Other groupings of each case's rows: shuffled, alone, in part.")] = 2,
-    cases: Annotated[Path | None, typer.Option(metavar="FILE", help="Also run these worked DDTree cases (ddtree-oracle-v1).")] = None,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="host, cuda, or cuda:N.")] = "host",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the test inputs and of the random schedules.")] = 0,
+    schedules: Annotated[
+        int, typer.Option("--schedules", min=1, max=1000, help="Runs of each case. On the host, each with its own thread order.")
+    ] = 4,
+    regroup: Annotated[
+        int, typer.Option("--regroup", min=0, max=1000, help="Other groupings of each case's rows: shuffled, alone, in part.")
+    ] = 2,
+    cases: Annotated[
+        Path | None, typer.Option("--cases", metavar="FILE", help="Also run these worked DDTree cases (ddtree-oracle-v1).")
+    ] = None,
     sanitize: Annotated[bool, typer.Option("--sanitize", help="On the host, with AddressSanitizer and UBSan. Slow.")] = False,
     overrides: SetOption = None,
     out: OutOption = Path("generated"),
