@@ -60,7 +60,7 @@ class CudaProgram:
         # A mismatch would make the kernel read its arguments from the wrong places.
         pointers = ("in", "out", "inout", "workspace")
         expected = [8 if argument.role in pointers else DTYPE_BYTES[argument.dtype] for argument in contract.arguments]
-        found = [info.size for info in self._kernels[entry].arguments_info]
+        found = _parameter_sizes(driver.CUkernel(int(self._kernels[entry].handle)), len(expected))
         if found != expected:
             raise ArtifactError(
                 f"kernel '{self.kernel}', entry '{entry}': the cubin takes arguments of {found} bytes, the manifest says {expected}; "
@@ -152,3 +152,20 @@ class CudaLaunch:
             return driver.cuLaunchKernel(*self._plain, stream, self._parameters.address, 0)
         self._config.hStream = stream
         return driver.cuLaunchKernelEx(self._config, self._function, self._parameters.address, 0)
+
+
+def _parameter_sizes(kernel: Any, expected: int) -> list[int]:
+    """Bytes of each parameter. Drivers before CUDA 13.1 cannot count them, and asking for one too many is an error that tools report: only
+    the `expected` ones are asked for there.
+    """
+    try:
+        count = check(driver.cuKernelGetParamCount(kernel), "counting a kernel's parameters")
+    except (AttributeError, RuntimeError):  # not in the bindings, not in the driver
+        count = expected
+    sizes = list[int]()
+    for i in range(count):
+        status, _, size = driver.cuKernelGetParamInfo(kernel, i)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            break
+        sizes.append(int(size))
+    return sizes

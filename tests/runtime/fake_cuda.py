@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections import namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ OK = real.CUresult.CUDA_SUCCESS
 INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
 CAPABILITY = (9, 0)
 SHARED_LIMIT = 232_448
-_Parameter = namedtuple("_Parameter", "offset size")
 
 
 class Kernel:
@@ -29,7 +27,6 @@ class Kernel:
     def __init__(self, handle: int, sizes: list[int], run: Callable[..., None]):
         self.handle, self.run, self.shared_allowed = handle, run, 48 * 1024
         self.sizes = sizes
-        self.arguments_info = [_Parameter(0, size) for size in sizes]
 
     def call(self, grid: tuple[int, ...], parameters: int) -> None:
         """Read the parameters as CUDA does, through an array of pointers to them."""
@@ -97,6 +94,7 @@ class World:
 
     Attributes:
         kernels: entry to kernel.
+        counts_parameters: the driver is recent enough to say how many parameters a kernel has.
         log: driver calls that tests look at.
         memory: address to buffer.
         current: the current context.
@@ -105,6 +103,7 @@ class World:
     def __init__(self, devices: int = 2):
         self.devices = devices
         self.kernels: dict[str, Kernel] = {}
+        self.counts_parameters = True
         self.log: list[tuple[Any, ...]] = []
         self.memory: dict[int, Any] = {}
         self.capturing: dict[int, Builder] = {}
@@ -250,6 +249,19 @@ class Driver:
     def cuPointerGetAttribute(self, attribute: Any, pointer: int) -> tuple[Any, int]:
         inside = any(address <= pointer < address + len(memory) for address, memory in self.world.memory.items())
         return (OK, 0) if inside else (INVALID, 0)
+
+    @staticmethod
+    def CUkernel(handle: int) -> int:
+        return handle
+
+    def cuKernelGetParamCount(self, handle: int) -> tuple[Any, int]:
+        if not self.world.counts_parameters:
+            raise RuntimeError('Function "cuKernelGetParamCount" not found')
+        return OK, len(self._kernel(handle).sizes)
+
+    def cuKernelGetParamInfo(self, handle: int, index: int) -> tuple[Any, int, int]:
+        sizes = self._kernel(handle).sizes
+        return (OK, 0, sizes[index]) if index < len(sizes) else (INVALID, 0, 0)
 
     def cuKernelSetAttribute(self, attribute: Any, size: int, handle: int, device: int) -> tuple[Any]:
         next(kernel for kernel in self.world.kernels.values() if kernel.handle == handle).shared_allowed = size

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kdgen.contract import Argument
 from kdgen.errors import ArtifactError, DeviceError, LaunchError
 from kdgen.runtime.device import Device
 from kdgen.runtime.kit import Kernel, Kit, load
@@ -304,10 +305,16 @@ def test_kernels_that_need_too_much_shared_memory(built: Path) -> None:
 def test_a_cubin_that_does_not_fit_its_manifest(built: Path) -> None:
     own = next(built.iterdir())
     target = load(built, "cuda").manifest.target
-    wrong = type(SCALE)(**{**vars(SCALE), "arguments": SCALE.arguments[:3]})
-    write_gpu_build(built / "bad", (own / "scale.cubin").read_bytes(), target.name, {"scale": wrong})
-    with pytest.raises(ArtifactError, match=r"the cubin takes arguments of \[8, 4, 4, 8\] bytes, the manifest says \[8, 4, 4\]"):
-        load(built / "bad", "cuda")
+    for number, (arguments, sizes) in enumerate(
+        (
+            ((*SCALE.arguments[:2], Argument("factor", "f64", (), "scalar"), SCALE.arguments[3]), "8, 4, 8, 8"),
+            ((*SCALE.arguments, Argument("more", "f32", (), "scalar")), "8, 4, 4, 8, 4"),
+        )
+    ):
+        wrong = type(SCALE)(**{**vars(SCALE), "arguments": arguments})
+        write_gpu_build(built / f"bad{number}", (own / "scale.cubin").read_bytes(), target.name, {"scale": wrong})
+        with pytest.raises(ArtifactError, match=rf"the cubin takes arguments of \[8, 4, 4, 8\] bytes, the manifest says \[{sizes}\]"):
+            load(built / f"bad{number}", "cuda")
 
 
 def test_an_image_that_the_driver_refuses(built: Path) -> None:
@@ -335,6 +342,18 @@ def test_no_such_gpu(built: Path) -> None:
 def fake(world: World, tmp_path: Path) -> Kit:
     write_gpu_build(tmp_path / "sm_90", b"fake", "sm_90")
     return load(tmp_path / "sm_90", "cuda")
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_cubin_that_takes_more_than_its_manifest_says(fake: Kit, world: World, tmp_path: Path, counts: bool) -> None:
+    world.counts_parameters = counts
+    wrong = type(SCALE)(**{**vars(SCALE), "arguments": SCALE.arguments[:3]})
+    write_gpu_build(tmp_path / "bad", b"fake", "sm_90", {"scale": wrong})
+    if counts:
+        with pytest.raises(ArtifactError, match=r"takes arguments of \[8, 4, 4, 8\] bytes, the manifest says \[8, 4, 4\]"):
+            load(tmp_path / "bad", "cuda")
+    else:  # such a driver cannot tell; the manifest's hash of the cubin is what protects there
+        load(tmp_path / "bad", "cuda")
 
 
 def test_memory_is_freed_with_the_last_reference(fake: Kit, world: World) -> None:
