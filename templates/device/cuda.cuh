@@ -226,6 +226,11 @@ KD_DEVICE bf16 to_bf16(float x) {  // to nearest even
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bf16{bits};
 }
+// The value itself, in a way that the compiler cannot compute ahead or share: what depends on it is not moved out of a loop.
+KD_DEVICE u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 KD_DEVICE u32 pack_bf16(float low, float high) {
   u32 bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));

@@ -208,6 +208,7 @@ KD_DEVICE bf16 to_bf16(float x) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{0x7fff};  // the GPU's canonical NaN
   return bf16{static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
 }
+KD_DEVICE u32 opaque(u32 x) { return x; }
 KD_DEVICE u32 pack_bf16(float low, float high) { return static_cast<u32>(to_bf16(high).bits) << 16 | to_bf16(low).bits; }
 
 }  // namespace kd
