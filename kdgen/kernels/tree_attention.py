@@ -137,8 +137,8 @@ def shared(p: Params, target: Target) -> SharedLayout:
         ("moved", 16, 16),
         ("full", p.stages * 8, 8),
         ("places", max(split.keys for split in p.splits) // p.key_tile * 8, 16),
-        ("kept", 2 * THREADS * 4, 16),
-        ("sums", THREADS * 8 if p.dtype == "bf16" else 0, 16),
+        ("kept", THREADS // 32 * 16, 16),
+        ("states", THREADS * 16 if p.dtype == "bf16" else 0, 16),
         ("exchange", exchange_bytes(p, columns), 16),
     )
 
