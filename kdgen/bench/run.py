@@ -100,14 +100,17 @@ class Bench:
                 )  # fmt: skip
 
     def _calls(self, kernel: Kernel, workload: Workload) -> list[BoundCall]:
-        """The workload's call, or for a cold one as many calls on copies of its inputs as push each other out of the L2 cache."""
+        """The workload's call, or for a cold one as many calls on copies of its inputs as push each other out of the L2 cache.
+
+        The calls share outputs and workspaces, as the layers of a model do.
+        """
         size = sum(array.nbytes for array in workload.inputs.values())
         copies = min(200, -(-COLD_BYTES // max(1, size))) if workload.cold else 1
         calls = []
+        shared = kernel.allocate(**{**workload.dimensions, **bound(kernel, workload)})
         for _ in range(copies):
             arrays = {name: self.device.array(value) for name, value in workload.inputs.items()}
-            known = {**workload.dimensions, **bound(kernel, workload)}
-            calls.append(kernel.bind(**arrays, **kernel.allocate(**known), dims=dict(workload.dimensions)))
+            calls.append(kernel.bind(**arrays, **shared, dims=dict(workload.dimensions)))
         return calls
 
 

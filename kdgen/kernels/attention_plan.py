@@ -280,6 +280,13 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     return {"units": units, "unit_count": np.array([len(records)], np.int32), "row_parts": parts}
 
 
+def tails(p: Params, planned: Arrays) -> Iterator[npt.NDArray[np.int32]]:
+    """The records of a plan that stand for a row's tail, one for each of its `tail_columns`."""
+    for record in planned["units"][: int(planned["unit_count"][0])]:
+        if record[3] < 0:
+            yield record
+
+
 def random_rows(p: Params, rng: np.random.Generator, shapes: list[tuple[int, int, bool]], padding: int = 0) -> dict[str, npt.NDArray[Any]]:
     """Rows of several sequences in any order.
 

@@ -16,7 +16,7 @@ from kdgen.targets import Target
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-ContextValue = int | float | bool | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
+ContextValue = int | float | bool | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | tuple[tuple[int | str, ...], ...]
 
 
 class FamilyParams(BaseModel):
@@ -131,6 +131,8 @@ class Family:
         dimensions: parameters and inputs to the dimensions that no input array binds.
         workloads: parameters and a generator to what `kdgen bench` times.
         rows: the dimension whose entries may not influence each other's outputs, not in a single bit; empty if there is none.
+        take_rows: parameters, inputs and row numbers to the inputs of those rows alone, in that order; None when it is enough to
+            index the inputs over `rows`.
     """
 
     name: str
@@ -145,3 +147,4 @@ class Family:
     dimensions: Callable[[Any, Arrays], Mapping[str, int]] = field(default=lambda params, inputs: {})
     workloads: Callable[[Any, np.random.Generator], Iterator[Workload]] = lambda params, rng: iter(())
     rows: str = ""
+    take_rows: Callable[[Any, Arrays, npt.NDArray[np.intp]], Mapping[str, npt.NDArray[Any]]] | None = None

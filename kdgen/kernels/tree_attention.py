@@ -246,9 +246,7 @@ def logical_keys(p: Params, inputs: Arrays) -> dict[int, npt.NDArray[Any]]:
     """The keys `[position + 1, width]` of every row, in the order of its own path, found through its tail record."""
     rows = swizzled(inputs["cache"]) if p.swizzle else inputs["cache"]
     found: dict[int, npt.NDArray[Any]] = {}
-    for record in inputs["units"][: int(inputs["unit_count"][0])]:
-        if record[3] >= 0:
-            continue
+    for record in plan.tails(p, inputs):
         sequence, column, plain, position = int(record[0]), int(record[4]), int(record[5]), int(record[6])
         places = np.arange(position + 1)
         path = np.ascontiguousarray(record[8:]).view(np.uint8)
@@ -339,7 +337,7 @@ def _scores(p: Params, query: Floats, tile: Floats) -> Floats:
     for d in range(p.width):
         g = d // 16 % 4 if wide else d % 4
         sums[g] = _fma(query[:, d, None], tile[None, :, d], sums[g])
-    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+    return np.asarray((sums[0] + sums[1]) + (sums[2] + sums[3]), np.float32)
 
 
 def _fma(a: Any, b: Any, c: Any) -> Floats:
@@ -360,7 +358,7 @@ def _fma(a: Any, b: Any, c: Any) -> Floats:
         inexact = (lost != 0) & np.isfinite(total) & (bits & 1 == 0)
         away = (lost > 0) == (total > 0)
         bits = np.where(inexact, np.where(away, bits + 1, bits - 1), bits)
-    return bits.view(np.float64).astype(np.float32)
+    return np.asarray(bits.view(np.float64), np.float32)
 
 
 def _combined(splits: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]], exp2: Callable[[Floats], Floats]) -> Floats:
@@ -431,6 +429,31 @@ def make_inputs(p: Params, rng: np.random.Generator, rows: Arrays, cached: list[
     }
 
 
+def take_rows(p: Params, inputs: Arrays, rows: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
+    """Inputs of some rows alone, planned anew; what a row is, its tail record says."""
+    sequences = np.full(len(inputs["q"]), -1, np.int32)
+    depths = np.zeros(len(inputs["q"]), np.int32)
+    paths = np.zeros((len(inputs["q"]), plan.path_bytes(p.depth)), np.uint8)
+    starts = np.zeros(len(inputs["page_tables"]), np.int32)
+    for record in plan.tails(p, inputs):
+        row, sequence = int(record[4]) // p.octets, int(record[0])
+        path = np.ascontiguousarray(record[8:]).view(np.uint8)[: paths.shape[1]]
+        # A contiguous row may count its depth from anywhere.
+        starts[sequence] = 0 if path[0] == plan.CONTIGUOUS else record[5]
+        sequences[row], depths[row], paths[row] = sequence, record[6] - starts[sequence], path
+    planned = plan.reference(
+        p,
+        {
+            "starts": starts,
+            "row_sequences": sequences[rows],
+            "row_depths": depths[rows],
+            "row_paths": paths[rows],
+            "units": np.zeros((len(rows) * p.units_per_row, plan.RECORD), np.int32),
+        },
+    )
+    return {"q": inputs["q"][rows], "cache": inputs["cache"], "page_tables": inputs["page_tables"], **planned}
+
+
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     """Trees, chunks and single rows, every start modulo the tile, empty bodies, both sides of a step, several sequences, padding."""
 
@@ -493,4 +516,6 @@ FAMILY = Family(
     cases=cases,
     tolerances=tolerances,
     workloads=workloads,
+    rows="T",
+    take_rows=take_rows,
 )

@@ -112,7 +112,10 @@ def _regroup(
     for name, rows in regroupings(row_count(contract, family.rows, case.inputs), rng, most):
         schedule, kernel = turns[count % len(turns)]
         watch(spec.name, f"{case.name}, {name}", schedule.name)
-        inputs = take_rows(contract, family.rows, case.inputs, rows)
+        if family.take_rows:
+            inputs = family.take_rows(spec.params, case.inputs, rows)
+        else:
+            inputs = take_rows(contract, family.rows, case.inputs, rows)
         part = run_case(kernel, inputs, family.dimensions(spec.params, inputs), schedule.fill)
         count += 1
         if difference := differing_row(contract, family.rows, whole, part, rows):
