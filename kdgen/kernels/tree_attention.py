@@ -67,6 +67,10 @@ class Params(plan.Params):
     def _rows_fit(self) -> Self:
         if self.dtype == "bf16" and self.rope % 16:
             raise ValueError(f"rope = {self.rope} must be a multiple of 16 for bf16: mma multiplies 16 values at a time")
+        if self.bulk and self.max_pages % 4:
+            raise ValueError(
+                f"max_pages = {self.max_pages} must be a multiple of 4 for copy_method = bulk: page numbers are read four at a time"
+            )
         row = self.row_bytes
         if self.swizzle and row % 128:
             raise ValueError(f"swizzle needs rows of a multiple of 128 bytes; got {row} bytes ({self.width} {self.dtype})")
@@ -136,8 +140,8 @@ def shared(p: Params, target: Target) -> SharedLayout:
         ("alphas", 2 * columns * 32, 16),
         ("moved", 16, 16),
         ("full", p.stages * 8, 8),
-        ("places", max(split.keys for split in p.splits) // p.key_tile * 8, 16),
-        ("kept", THREADS // 32 * 16, 16),
+        ("pages", 64, 16),
+        ("kept", THREADS // 32 * 32, 16),
         ("states", THREADS * 16 if p.dtype == "bf16" else 0, 16),
         ("exchange", exchange_bytes(p, columns), 16),
     )
@@ -250,7 +254,7 @@ def logical_keys(p: Params, inputs: Arrays) -> dict[int, npt.NDArray[Any]]:
         sequence, column, plain, position = int(record[0]), int(record[4]), int(record[5]), int(record[6])
         places = np.arange(position + 1)
         path = np.ascontiguousarray(record[8:]).view(np.uint8)
-        places[plain:] = plain + path[: max(0, position + 1 - plain)]
+        places[plain:] = plain + path[: max(0, position + 1 - plain)].astype(np.int64)
         found[column // p.octets] = rows[inputs["page_tables"][sequence, places // p.page_size], places % p.page_size]
     return found
 

@@ -1,0 +1,119 @@
+"""The promise: a tree's node, a chunk's row and a decoded token have the same bits, wherever their keys lie and whoever is beside them."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kdgen.build import build_spec
+from kdgen.kernels import attention_plan, tree_attention
+from kdgen.kernels.kv_compact import swizzled
+from kdgen.runtime import load, open_device
+from kdgen.spec import KernelSpec, Spec
+from kdgen.targets import get_target
+from kdgen.verify.artifacts import target_of
+from kdgen.verify.kernel import run_case
+
+SMALL = {
+    "latent": 64, "rope": 64, "heads": 8, "scale": 0.2, "rows": 64, "sequences": 4, "page_size": 32, "max_pages": 64, "depth": 7,
+    "splits": ({"below": 512, "keys": 64}, {"below": 1024, "keys": 128}, {"keys": 256}), "target_units": 5, "wide_output": True,
+    "widths": (
+        {"rows": 1, "columns": (1, 1, 1)}, {"rows": 8, "columns": (2, 2, 4)}, {"rows": 32, "columns": (4, 8, 8)},
+        {"rows": 64, "columns": (8, 8, 8)},
+    ),
+}  # fmt: skip
+
+VARIANTS = {
+    "bulk": {},
+    "cp_async": {"copy_method": "cp_async", "swizzle": False},
+    "large tiles": {"key_tile": 32},
+    "several octets": {"heads": 24},
+    "f32": {"dtype": "f32"},
+    "odd latent": {"latent": 80, "rope": 48, "swizzle": True},
+}
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return request.param
+
+
+def parameters(**changes):
+    return tree_attention.Params.model_validate({**SMALL, **changes})
+
+
+def built(params, device, out):
+    spec = Spec.of("attention", KernelSpec("attention", tree_attention.FAMILY, params, allow_spill=True))
+    target = get_target(target_of(device, sanitize=False).name)
+    build_spec(spec, [target], out)
+    opened = open_device(device) if device != "host" else open_device("host", order="random", copies="random", seed=7)
+    return load(out / spec.name / target.name, device=opened)["attention"]
+
+
+def alone(p, rng, inputs, row):
+    """A launch of one row that plain decoding would make: its keys lie in order, in other pages, and it is the last of them."""
+    keys = tree_attention.logical_keys(p, inputs)[row]
+    position = len(keys) - 1
+    rows = {
+        "starts": np.array([position], np.int32),
+        "row_sequences": np.zeros(1, np.int32),
+        "row_depths": np.zeros(1, np.int32),
+        "row_paths": np.zeros((1, attention_plan.path_bytes(p.depth)), np.uint8),
+    }
+    made = tree_attention.make_inputs(p, rng, rows, [position + 1])
+    cache = swizzled(made["cache"]) if p.swizzle else made["cache"]
+    places = np.arange(position + 1)
+    cache[made["page_tables"][0, places // p.page_size], places % p.page_size] = keys
+    return {**made, "q": inputs["q"][[row]], "cache": swizzled(cache) if p.swizzle else cache}
+
+
+def random_launch(p, rng):
+    """Trees and chunks of one to four sequences, anywhere in the context."""
+    shapes = []
+    most = p.rows
+    for _ in range(int(rng.integers(1, p.sequences + 1))):
+        count = int(rng.integers(1, max(2, most // 2)))
+        most -= count
+        contiguous = bool(rng.integers(3) == 0)
+        shapes.append((int(rng.integers(0, p.positions - p.rows)) if rng.random() < 0.8 else int(rng.integers(0, 40)), count, contiguous))
+    rows = attention_plan.random_rows(p, rng, shapes, int(rng.integers(0, 3)) if sum(n for _, n, _ in shapes) + 3 <= p.rows else 0)
+    return tree_attention.make_inputs(p, rng, rows, [start + count for start, count, _ in shapes])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_is_the_same_alone_as_plain_decoding_would_compute_it(variant, device, tmp_path):
+    p = parameters(**VARIANTS[variant])
+    kernel = built(p, device, tmp_path)
+    launches, rows_each = (3, 8) if device == "host" else (12, 24)
+    compared = 0
+    for seed in range(launches):
+        rng = np.random.default_rng(seed)
+        inputs = random_launch(p, rng)
+        together = run_case(kernel, inputs, {}, 0xFF)
+        real = np.array(sorted(tree_attention.logical_keys(p, inputs)))
+        for row in rng.permutation(real)[:rows_each]:
+            single = run_case(kernel, alone(p, rng, inputs, row), {}, 0xA5)
+            for name in ("out", "out_f32"):
+                assert np.array_equal(single[name][0].view(np.uint8), together[name][row].view(np.uint8)), (seed, row, name)
+            compared += 1
+    assert compared >= launches * 4
+
+
+def c_exp2(x):
+    """The C library's exp2f, which the host target calls; numpy's own differs in the last bit now and then."""
+    function = ctypes.CDLL("libm.so.6").exp2f
+    function.restype, function.argtypes = ctypes.c_float, [ctypes.c_float]
+    return np.array([function(value) for value in x.ravel()], np.float32).reshape(x.shape)
+
+
+def test_the_order_of_operations_explains_every_bit(tmp_path):
+    """The second reference, step by step in float32, has the host target's bits (its `mma` adds in ascending order)."""
+    for changes in ({}, {"key_tile": 32}, {"dtype": "f32"}, {"heads": 24}):
+        p = parameters(**changes)
+        kernel = built(p, "host", tmp_path / str(len(changes)) / "".join(map(str, changes.values())))
+        rng = np.random.default_rng(3)
+        inputs = random_launch(p, rng)
+        got = run_case(kernel, inputs, {}, 0xFF)["out_f32"]
+        want = tree_attention.ordered(p, inputs, c_exp2)
+        same = got.view(np.uint32) == want.view(np.uint32)
+        assert same.mean() == 1.0, (changes, same.mean(), np.abs(got - want).max())
