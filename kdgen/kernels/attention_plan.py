@@ -11,7 +11,8 @@ Terms:
     body           the tiles before the tail: committed keys only, shared by every row of the sequence.
     part           `keys` consecutive body keys from a multiple of `keys` on. The size is a function of p alone, by the table `splits`.
     unit           what a block works off at a time: a run of parts for up to 8 columns, or one row's tail.
-    run            parts of a unit: one while there are enough multiprocessors, else as many as make about `target_units` units.
+    run            parts of a unit: one while there are enough multiprocessors, else as many as make about `target_units` units of at
+                   most `unit_tiles` tiles.
 
 Everything that decides bits (tile, tail, parts) follows from p alone; which columns share a unit follows from the launch and decides
 no bit.
@@ -46,6 +47,7 @@ from kdgen.targets import Target
 RECORD = 16
 CONTIGUOUS = 255
 MOST_COLUMNS = 8
+UNIT_TILES = 128  #: most tiles of a run of parts; a single part may be longer
 
 
 class Split(FamilyParams):
@@ -133,6 +135,11 @@ class Params(FamilyParams):
     def most_parts(self) -> int:
         """Most body parts that a row can have."""
         return max(self.parts(p) for step in self.splits for p in {min(step.below or self.positions, self.positions) - 1})
+
+    @property
+    def unit_tiles(self) -> int:
+        """Most tiles of a unit."""
+        return max(UNIT_TILES, *(split.keys // self.key_tile for split in self.splits))
 
     @property
     def slots(self) -> int:
@@ -240,6 +247,7 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
         "tail_tiles": p.tail_tiles,
         "tail_columns": p.tail_columns,
         "slots": p.slots,
+        "unit_tiles": p.unit_tiles,
         "path_words": path_bytes(p.depth) // 4,
     }
 
@@ -268,12 +276,13 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
         octets, together = shared_by(step)
         return max(p.parts(position[row]) for row in rows) * ceil_div(len(rows), together) * (p.octets // octets)
 
-    run = max(1, ceil_div(sum(singles(step, rows) for (_, step), rows in alike.items()), p.target_units))
+    wanted = max(1, ceil_div(sum(singles(step, rows) for (_, step), rows in alike.items()), p.target_units))
     records: list[npt.NDArray[np.int32]] = []
     for (sequence, step), rows in alike.items():
         octets, together = shared_by(step)
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
         tiles = p.splits[step].keys // p.key_tile
+        run = min(wanted, p.unit_tiles // tiles)
         for part in range(0, max(p.parts(position[row]) for row in rows), run):
             first = part * tiles
             for group in groups:

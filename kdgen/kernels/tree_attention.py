@@ -67,10 +67,6 @@ class Params(plan.Params):
     def _rows_fit(self) -> Self:
         if self.dtype == "bf16" and self.rope % 16:
             raise ValueError(f"rope = {self.rope} must be a multiple of 16 for bf16: mma multiplies 16 values at a time")
-        if self.bulk and self.max_pages % 4:
-            raise ValueError(
-                f"max_pages = {self.max_pages} must be a multiple of 4 for copy_method = bulk: page numbers are read four at a time"
-            )
         row = self.row_bytes
         if self.swizzle and row % 128:
             raise ValueError(f"swizzle needs rows of a multiple of 128 bytes; got {row} bytes ({self.width} {self.dtype})")
@@ -140,7 +136,7 @@ def shared(p: Params, target: Target) -> SharedLayout:
         ("alphas", 2 * columns * 32, 16),
         ("moved", 16, 16),
         ("full", p.stages * 8, 8),
-        ("pages", 64, 16),
+        ("places", p.unit_tiles * 8 if p.bulk else 0, 16),
         ("kept", THREADS // 32 * 32, 16),
         ("states", THREADS * 16 if p.dtype == "bf16" else 0, 16),
         ("exchange", exchange_bytes(p, columns), 16),
@@ -226,6 +222,7 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
         "pitch": p.pitch,
         "slots": p.slots,
         "tail_columns": p.tail_columns,
+        "unit_tiles": p.unit_tiles,
         "bulk": p.bulk,
         "swizzled_tile": p.swizzled_tile,
         "log2_scale": float(p.log2_scale),
