@@ -10,9 +10,7 @@ Terms:
                    gathered along the row's path, for this row alone.
     body           the tiles before the tail: committed keys only, shared by every row of the sequence.
     part           `keys` consecutive body keys from a multiple of `keys` on. The size is a function of p alone, by the table `splits`.
-    unit           what a block works off at a time: a run of parts for up to 8 columns, or one row's tail.
-    run            parts of a unit: one while there are enough multiprocessors, else as many as make about `target_units` units of at
-                   most `unit_tiles` tiles.
+    unit           what a block works off at a time: one part for up to 8 columns, or one row's tail.
 
 Everything that decides bits (tile, tail, parts) follows from p alone; which columns share a unit follows from the launch and decides
 no bit.
@@ -40,14 +38,12 @@ from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams,
 from kdgen.targets import Target
 
 #: 32-bit words of a unit's record:
-#:   0 sequence    1 first tile    2 tiles (0: nothing to do) | tiles of a part << 16
-#:   3 slot of the first part's result | index into `splits` << 16, or −1 − slot for a tail
+#:   0 sequence    1 first tile    2 tiles (0: nothing to do)    3 slot of the result | index into `splits` << 16, or −1 − slot for a tail
 #:   body: 4 … 11 columns (−1: none)    12 … 15 tiles that each column takes part in, 16 bits each
 #:   tail: 4 first column    5 keys below this position lie at their own place    6 p    7 zero    8 … 15 path, a byte per depth
 RECORD = 16
 CONTIGUOUS = 255
 MOST_COLUMNS = 8
-UNIT_TILES = 128  #: most tiles of a run of parts; a single part may be longer
 
 
 class Split(FamilyParams):
@@ -82,7 +78,6 @@ class Params(FamilyParams):
         Split(below=65536, keys=512),
         Split(keys=1024),
     )
-    target_units: Annotated[int, Field(ge=1, le=65535, description="body units that a launch aims at: one per multiprocessor")] = 188
     widths: Annotated[tuple[Width, ...], Field(min_length=1, max_length=8, description="columns of a block by the rows of a launch")] = (
         Width(rows=1, columns=(1, 1, 1, 1)),
         Width(rows=8, columns=(2, 2, 4, 8)),
@@ -109,11 +104,8 @@ class Params(FamilyParams):
                 raise ValueError(
                     f"widths: columns = {list(width.columns)} must name 1, 2, 4 or 8 for each of the {len(self.splits)} splits"
                 )
-        if self.most_parts >= 1 << 15 or self.positions // self.key_tile >= 1 << 16:
-            raise ValueError(
-                f"{self.most_parts} parts and {self.positions // self.key_tile} tiles of a row; at most {(1 << 15) - 1} and "
-                f"{(1 << 16) - 1} are possible: give splits larger parts, or max_pages less"
-            )
+        if self.most_parts >= 1 << 15:
+            raise ValueError(f"{self.most_parts} parts of a row; at most {(1 << 15) - 1} are possible, so give splits larger parts")
         return self
 
     @property
@@ -135,11 +127,6 @@ class Params(FamilyParams):
     def most_parts(self) -> int:
         """Most body parts that a row can have."""
         return max(self.parts(p) for step in self.splits for p in {min(step.below or self.positions, self.positions) - 1})
-
-    @property
-    def unit_tiles(self) -> int:
-        """Most tiles of a unit."""
-        return max(UNIT_TILES, *(split.keys // self.key_tile for split in self.splits))
 
     @property
     def slots(self) -> int:
@@ -202,6 +189,7 @@ def contract(p: Params, target: Target) -> Contract:
             Argument("row_count", "i32", ("T",), "dimension", "rows"),
             Argument(units.name, units.dtype, units.shape, "inout", "one record per unit; those past the count keep what they held"),
             Argument(count.name, count.dtype, count.shape, "out", count.doc),
+            Argument("next_unit", "i32", (1,), "out", "set to 0: no unit has been taken"),
             Argument(parts.name, parts.dtype, parts.shape, "out", parts.doc),
         ),
         capacities={"S": Capacity(1, p.sequences), "T": Capacity(1, p.rows)},
@@ -234,7 +222,6 @@ def shared(p: Params, target: Target) -> SharedLayout:
         ("first_rows", words, 16),
         ("key_units", words, 16),
         ("unit_base", words, 16),
-        ("all_singles", 4, 16),
         ("members", p.rows * MOST_COLUMNS * 2, 16),
     )
 
@@ -247,7 +234,6 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
         "tail_tiles": p.tail_tiles,
         "tail_columns": p.tail_columns,
         "slots": p.slots,
-        "unit_tiles": p.unit_tiles,
         "path_words": path_bytes(p.depth) // 4,
     }
 
@@ -266,30 +252,19 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
         parts[row] = p.parts(position[row])
         alike.setdefault((int(sequences[row]), p.step_of(position[row])), []).append(row)
 
-    def shared_by(step: int) -> tuple[int, int]:
-        """Columns of one row, and rows, in a unit."""
-        octets = gcd(p.octets, columns[step])
-        return octets, columns[step] // octets
-
-    def singles(step: int, rows: list[int]) -> int:
-        """Units of rows that are alike, at one part each."""
-        octets, together = shared_by(step)
-        return max(p.parts(position[row]) for row in rows) * ceil_div(len(rows), together) * (p.octets // octets)
-
-    wanted = max(1, ceil_div(sum(singles(step, rows) for (_, step), rows in alike.items()), p.target_units))
     records: list[npt.NDArray[np.int32]] = []
     for (sequence, step), rows in alike.items():
-        octets, together = shared_by(step)
+        octets = gcd(p.octets, columns[step])
+        together = columns[step] // octets
         groups = [rows[i : i + together] for i in range(0, len(rows), together)]
         tiles = p.splits[step].keys // p.key_tile
-        run = min(wanted, p.unit_tiles // tiles)
-        for part in range(0, max(p.parts(position[row]) for row in rows), run):
+        for part in range(max(p.parts(position[row]) for row in rows)):
             first = part * tiles
             for group in groups:
-                active = [min(max(p.body_tiles(position[row]) - first, 0), run * tiles) for row in group]
+                active = [min(max(p.body_tiles(position[row]) - first, 0), tiles) for row in group]
                 for octet in range(0, p.octets, octets):
                     record = np.zeros(RECORD, np.int32)
-                    record[:4] = sequence, first, max(active) | tiles << 16, part | step << 16
+                    record[:4] = sequence, first, max(active), part | step << 16
                     record[4:12] = -1
                     record[4 : 4 + len(group) * octets] = [row * p.octets + octet + i for row in group for i in range(octets)]
                     record[12:].view(np.uint16)[: len(group) * octets] = np.repeat(active, octets)
@@ -300,12 +275,16 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             record = np.zeros(RECORD, np.int32)
             contiguous = paths[row, 0] == CONTIGUOUS
             plain = position[row] + 1 if contiguous else int(inputs["starts"][sequences[row]])
-            tiles = position[row] // p.key_tile + 1 - first
-            record[:7] = sequences[row], first, tiles | tiles << 16, -p.slots, column, plain, position[row]
+            record[:7] = sequences[row], first, position[row] // p.key_tile + 1 - first, -p.slots, column, plain, position[row]
             record[8 : 8 + paths.shape[1] // 4] = paths[row].view(np.int32)
             records.append(record)
     units[: len(records)] = np.reshape(records, (-1, RECORD))
-    return {"units": units, "unit_count": np.array([len(records)], np.int32), "row_parts": parts}
+    return {
+        "units": units,
+        "unit_count": np.array([len(records)], np.int32),
+        "next_unit": np.zeros(1, np.int32),
+        "row_parts": parts,
+    }
 
 
 def tails(p: Params, planned: Arrays) -> Iterator[npt.NDArray[np.int32]]:

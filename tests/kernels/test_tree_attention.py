@@ -16,7 +16,7 @@ from kdgen.verify.kernel import run_case
 
 SMALL = {
     "latent": 64, "rope": 64, "heads": 8, "scale": 0.2, "rows": 64, "sequences": 4, "page_size": 32, "max_pages": 64, "depth": 7,
-    "splits": ({"below": 512, "keys": 64}, {"below": 1024, "keys": 128}, {"keys": 256}), "target_units": 5, "wide_output": True,
+    "splits": ({"below": 512, "keys": 64}, {"below": 1024, "keys": 128}, {"keys": 256}), "wide_output": True,
     "widths": (
         {"rows": 1, "columns": (1, 1, 1)}, {"rows": 8, "columns": (2, 2, 4)}, {"rows": 32, "columns": (4, 8, 8)},
         {"rows": 64, "columns": (8, 8, 8)},
