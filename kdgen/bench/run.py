@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -87,10 +88,12 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._directory.cleanup()
 
-    def results(self, launches: int = 200, replays: int = 21) -> Iterator[Result]:
-        """Time every workload; yields results as they come."""
+    def results(self, launches: int = 200, replays: int = 21, only: str = "") -> Iterator[Result]:
+        """Time every workload whose name matches the regular expression `only`; yields results as they come."""
         for spec in self.spec.kernels:
             for workload in spec.family.workloads(spec.params, np.random.default_rng(self.seed)):
+                if not re.search(only, f"{spec.name} {workload.name}"):
+                    continue
                 calls = self._calls(self._kit[spec.name], workload)
                 timing = time_calls(self.device, calls, max(launches, len(calls)), replays)
                 seconds = timing.median * 1e-6

@@ -17,6 +17,7 @@ def bench(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the workloads' inputs.")] = 0,
     launches: Annotated[int, typer.Option("--launches", min=1, max=10_000, help="Launches in the graph that is replayed.")] = 200,
     replays: Annotated[int, typer.Option("--replays", min=3, max=10_000, help="Replays; the median is reported.")] = 21,
+    only: Annotated[str, typer.Option("--only", metavar="REGEX", help="Time only the workloads that match `KERNEL WORKLOAD`.")] = "",
     overrides: SetOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -31,7 +32,7 @@ def bench(
     from kdgen.spec import load_spec
 
     with Bench(load_spec(str(spec), overrides or ()), device, seed) as run:
-        results = list(run.results(launches, replays))
+        results = list(run.results(launches, replays, only))
     if json:
         ceilings = {"read": run.ceilings.read, "mma": run.ceilings.mma}
         print_json({"spec": run.spec.name, "target": run.target.name, "ceilings": ceilings, "results": [r.to_json() for r in results]})

@@ -170,7 +170,7 @@ def plan_arguments(p: Params) -> tuple[Argument, Argument, Argument]:
     """The plan as arguments of a kernel that reads it."""
     return (
         Argument("units", "i32", (f"T * {p.units_per_row}", RECORD), doc="one record per unit"),
-        Argument("unit_count", "i32", (1,), doc="units in use"),
+        Argument("unit_counts", "i32", (2,), doc="units in use, and how many of them are parts of bodies: these come first"),
         Argument("row_parts", "i32", ("T",), doc="body parts of each row; −1 for a padding row"),
     )
 
@@ -189,7 +189,6 @@ def contract(p: Params, target: Target) -> Contract:
             Argument("row_count", "i32", ("T",), "dimension", "rows"),
             Argument(units.name, units.dtype, units.shape, "inout", "one record per unit; those past the count keep what they held"),
             Argument(count.name, count.dtype, count.shape, "out", count.doc),
-            Argument("next_unit", "i32", (1,), "out", "set to 0: no unit has been taken"),
             Argument(parts.name, parts.dtype, parts.shape, "out", parts.doc),
         ),
         capacities={"S": Capacity(1, p.sequences), "T": Capacity(1, p.rows)},
@@ -269,6 +268,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
                     record[4 : 4 + len(group) * octets] = [row * p.octets + octet + i for row in group for i in range(octets)]
                     record[12:].view(np.uint16)[: len(group) * octets] = np.repeat(active, octets)
                     records.append(record)
+    bodies = len(records)
     for row in real:
         first = p.body_tiles(position[row])
         for column in range(row * p.octets, (row + 1) * p.octets, p.tail_columns):
@@ -279,17 +279,12 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             record[8 : 8 + paths.shape[1] // 4] = paths[row].view(np.int32)
             records.append(record)
     units[: len(records)] = np.reshape(records, (-1, RECORD))
-    return {
-        "units": units,
-        "unit_count": np.array([len(records)], np.int32),
-        "next_unit": np.zeros(1, np.int32),
-        "row_parts": parts,
-    }
+    return {"units": units, "unit_counts": np.array([len(records), bodies], np.int32), "row_parts": parts}
 
 
 def tails(p: Params, planned: Arrays) -> Iterator[npt.NDArray[np.int32]]:
     """The records of a plan that stand for a row's tail, one for each of its `tail_columns`."""
-    for record in planned["units"][: int(planned["unit_count"][0])]:
+    for record in planned["units"][: int(planned["unit_counts"][0])]:
         if record[3] < 0:
             yield record
 

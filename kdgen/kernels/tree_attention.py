@@ -137,9 +137,8 @@ def shared(p: Params, target: Target) -> SharedLayout:
         ("moved", 16, 16),
         ("full", p.stages * 8, 8),
         ("places", max(split.keys for split in p.splits) // p.key_tile * 8, 16),
-        ("kept", THREADS // 32 * 16, 16),
+        ("kept", THREADS // 32 * 32, 16),
         ("states", THREADS * 16 if p.dtype == "bf16" else 0, 16),
-        ("following", 4, 4),
         ("exchange", exchange_bytes(p, columns), 16),
     )
 
@@ -197,7 +196,6 @@ def contract(p: Params, target: Target) -> Contract:
             Argument("cache", p.dtype, ("P", p.page_size, p.width), doc="paged keys of one layer"),
             Argument("page_tables", "i32", ("S", p.max_pages), doc="page of each page_size positions"),
             *plan.plan_arguments(p),
-            Argument("next_unit", "i32", (1,), "inout", "0; units are taken by counting up, and it is 0 again in the end"),
             Argument("out", p.dtype, ("T", p.heads, p.latent), "out", "weighted latents; zeros for padding rows"),
             *(wide if p.wide_output else ()),
             Argument("partials", "f32", (columns, p.slots, p.latent * 8), "workspace", "unscaled sums of each column and split"),
@@ -266,8 +264,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
         scores = inputs["q"][row].astype(np.float64) @ wide.T * p.scale
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[row] = weights @ wide[:, : p.latent] / weights.sum(axis=1, keepdims=True)
-    wide = {"out_f32": out} if p.wide_output else {}
-    return {"out": out, **wide, "next_unit": np.zeros(1, np.int32)}
+    return {"out": out, "out_f32": out} if p.wide_output else {"out": out}
 
 
 def _exp2(x: Floats) -> Floats:
