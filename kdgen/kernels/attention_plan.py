@@ -170,7 +170,7 @@ def plan_arguments(p: Params) -> tuple[Argument, Argument, Argument]:
     """The plan as arguments of a kernel that reads it."""
     return (
         Argument("units", "i32", (f"T * {p.units_per_row}", RECORD), doc="one record per unit"),
-        Argument("unit_counts", "i32", (2,), doc="units in use, and how many of them are parts of bodies: these come first"),
+        Argument("unit_counts", "i32", (4,), doc="units in use; of these, parts of bodies, which come first; tails that take as long as a part; 0"),
         Argument("row_parts", "i32", ("T",), doc="body parts of each row; −1 for a padding row"),
     )
 
@@ -269,6 +269,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
                     record[12:].view(np.uint16)[: len(group) * octets] = np.repeat(active, octets)
                     records.append(record)
     bodies = len(records)
+    tails_per_part = [p.splits[p.step_of(position[row])].keys // p.key_tile // p.tail_tiles for row in real]
     for row in real:
         first = p.body_tiles(position[row])
         for column in range(row * p.octets, (row + 1) * p.octets, p.tail_columns):
@@ -279,7 +280,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             record[8 : 8 + paths.shape[1] // 4] = paths[row].view(np.int32)
             records.append(record)
     units[: len(records)] = np.reshape(records, (-1, RECORD))
-    return {"units": units, "unit_counts": np.array([len(records), bodies], np.int32), "row_parts": parts}
+    return {"units": units, "unit_counts": np.array([len(records), bodies, min(tails_per_part, default=0), 0], np.int32), "row_parts": parts}
 
 
 def tails(p: Params, planned: Arrays) -> Iterator[npt.NDArray[np.int32]]:
