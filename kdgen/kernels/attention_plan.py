@@ -170,7 +170,9 @@ def plan_arguments(p: Params) -> tuple[Argument, Argument, Argument]:
     """The plan as arguments of a kernel that reads it."""
     return (
         Argument("units", "i32", (f"T * {p.units_per_row}", RECORD), doc="one record per unit"),
-        Argument("unit_counts", "i32", (4,), doc="units in use; of these, parts of bodies, which come first; tails that take as long as a part; 0"),
+        Argument(
+            "unit_counts", "i32", (4,), doc="units; of these, parts of bodies, which come first; tails that take as long as a part; 0"
+        ),
         Argument("row_parts", "i32", ("T",), doc="body parts of each row; −1 for a padding row"),
     )
 
@@ -279,8 +281,9 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             record[:7] = sequences[row], first, position[row] // p.key_tile + 1 - first, -p.slots, column, plain, position[row]
             record[8 : 8 + paths.shape[1] // 4] = paths[row].view(np.int32)
             records.append(record)
+    counts = [len(records), bodies, min(tails_per_part, default=0), 0]
     units[: len(records)] = np.reshape(records, (-1, RECORD))
-    return {"units": units, "unit_counts": np.array([len(records), bodies, min(tails_per_part, default=0), 0], np.int32), "row_parts": parts}
+    return {"units": units, "unit_counts": np.array(counts, np.int32), "row_parts": parts}
 
 
 def tails(p: Params, planned: Arrays) -> Iterator[npt.NDArray[np.int32]]:
