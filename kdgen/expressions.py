@@ -8,6 +8,7 @@ Used wherever a file may hold a formula: extents in manifests (`ceil_div(T, 8)`)
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -38,7 +39,9 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"ceil_div": ceil_div, "round_up": round_up, "min": min, "max": max, "abs": abs}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil_div": ceil_div, "round_up": round_up, "min": min, "max": max, "abs": abs, "sqrt": math.sqrt, "log": math.log,
+}  # fmt: skip
 
 
 class ExpressionError(ValueError):
@@ -137,7 +140,9 @@ def evaluate(text: str, values: Mapping[str, Any]) -> Any:
 
     try:
         return walk(_parse(text))
-    except (ZeroDivisionError, TypeError, OverflowError, RecursionError) as error:
+    except ExpressionError:
+        raise
+    except (ValueError, ZeroDivisionError, TypeError, OverflowError, RecursionError) as error:
         raise ExpressionError(f"'{text}': {error}") from error
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def test_every_kernel_of_an_engine_has_workloads_that_its_contract_takes(path):
     for kernel in load_spec(path).kernels:
         contract = kernel.family.contract(kernel.params, get_target("sm_90"))
         wanted = {a.name for a in contract.arguments if a.role in ("in", "inout", "scalar")}
-        workloads = list(kernel.family.workloads(kernel.params, np.random.default_rng(0)))
+        every = kernel.family.workloads(kernel.params, np.random.default_rng(0))
+        workloads = list(itertools.islice(every, 10))  # later ones are only larger
         assert workloads or kernel.family.name == "primitives", kernel.name
         assert len({w.name for w in workloads}) == len(workloads)
         for workload in workloads:

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 TREE = {"depth": 5, "top_k": 7, "budget": 20, "sequences": 3}
 CACHE = {"layers": 2, "width": 64, "depth": 4, "page_size": 8, "max_pages": 6, "sequences": 3}
+PLAN = {"heads": 8, "rows": 40, "sequences": 3, "page_size": 32, "max_pages": 64, "depth": 5}
+ATTENTION = {**PLAN, "latent": 64, "rope": 64, "scale": 0.2}
+PREPARE = {"heads": 4, "latent": 64, "rope": 64, "nope": 32, "rows": 33, "sequences": 3, "page_size": 16, "max_pages": 8}
 PROBE = {"n": 64, "k": 256, "rows": 64}
 
 VARIANTS = {
@@ -36,6 +39,19 @@ VARIANTS = {
         PROBE, {**PROBE, "tile": {"n": 32, "t": 8, "k": 32}, "stages": 2}, {**PROBE, "tile": {"n": 64, "t": 32, "k": 128}, "stages": 2},
         {**PROBE, "tile": {"n": 16, "t": 64, "k": 64}, "stages": 4},
         {**PROBE, "rows": 33, "tile": {"n": 64, "t": 16, "k": 32}, "stages": 8},
+    ],
+    "attention_plan": [
+        PLAN, {**PLAN, "heads": 24}, {**PLAN, "heads": 64, "rows": 9}, {**PLAN, "key_tile": 32, "depth": 16},
+        {**PLAN, "rows": 300, "page_size": 64, "max_pages": 4096},
+    ],
+    "tree_attention": [
+        ATTENTION, {**ATTENTION, "copy_method": "cp_async"}, {**ATTENTION, "stagger": False, "stages": 3}, {**ATTENTION, "dtype": "f32"},
+        {**ATTENTION, "heads": 16, "wide_output": True}, {**ATTENTION, "latent": 512, "rope": 64, "rows": 17},
+        {**ATTENTION, "latent": 512, "key_tile": 16, "heads": 64, "rows": 4},
+    ],
+    "mla_prepare": [
+        PREPARE, {**PREPARE, "dtype": "f32", "projected": "f32"}, {**PREPARE, "projected": "f32", "swizzle": False},
+        {**PREPARE, "latent": 1040, "swizzle": False, "heads": 1, "nope": 0}, {**PREPARE, "dtype": "f32", "eps": 1e-5},
     ],
     "primitives": [{"blocks": 1}, {"blocks": 3}],
     "ceiling_read": [{}, {"unroll": 1}],
