@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kdgen.runtime.call import BoundCall
 from kdgen.runtime.device import Device
@@ -42,5 +43,10 @@ def time_calls(device: Device, calls: Sequence[BoundCall], launches: int, replay
         after = stream.record()
         after.synchronize()
         times.append(after.elapsed_ms(before) * 1e3 / launches)
-    kept = np.array(times[2:])
-    return Timing(float(np.median(kept)), float(np.percentile(kept, 10)), float(np.percentile(kept, 90)), launches, replays)
+    return summary(np.array(times[2:]), launches)
+
+
+def summary(times: npt.NDArray[np.float64], launches: int) -> Timing:
+    """Of the times of one launch, in microseconds, one per replay."""
+    low, high = np.percentile(times, [10, 90])
+    return Timing(float(np.median(times)), float(low), float(high), launches, len(times))

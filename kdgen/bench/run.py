@@ -13,12 +13,13 @@ import numpy as np
 
 from kdgen.bench.ceilings import Ceilings, ceiling_kernels, measure_ceilings
 from kdgen.bench.measure import Timing, time_calls
+from kdgen.bench.peers import Peer, peers_of, time_peer
 from kdgen.errors import UsageError
 from kdgen.kernels.base import Workload
 from kdgen.runtime import Kernel, load, open_device
 from kdgen.runtime.call import BoundCall
 from kdgen.runtime.device import Device
-from kdgen.spec import Spec
+from kdgen.spec import KernelSpec, Spec
 from kdgen.targets import Target, get_target
 from kdgen.verify.artifacts import target_of
 
@@ -31,7 +32,7 @@ class Result:
     """One timed workload.
 
     Attributes:
-        kernel, workload: names.
+        kernel, workload: names; a peer's name stands for the kernel's.
         timing: of one call of the kernel (all its launches).
         bandwidth, rate: bytes/s and operations/s that the workload's counts make of it; 0 where it has none.
         read_share, mma_share: of the measured ceilings.
@@ -60,6 +61,8 @@ class Bench:
 
     Attributes:
         ceilings: measured on entry.
+        absent: peers whose wheels are not installed.
+        refused: peers that could not be timed, to the reason.
 
     Raises:
         UsageError: the host target, which emulates arithmetic and not time.
@@ -72,6 +75,8 @@ class Bench:
         self.target: Target = get_target(target_of(device, sanitize=False).name)
         self.device: Device = open_device(device)
         self.ceilings: Ceilings
+        self.absent: dict[str, None] = {}
+        self.refused: dict[str, str] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="kdgen-bench-")
         self._kit: Mapping[str, Kernel] = {}
 
@@ -95,26 +100,47 @@ class Bench:
                 if not re.search(only, f"{spec.name} {workload.name}"):
                     continue
                 calls = self._calls(self._kit[spec.name], workload)
-                timing = time_calls(self.device, calls, max(launches, len(calls)), replays)
-                seconds = timing.median * 1e-6
-                bandwidth, rate = workload.moved_bytes / seconds, workload.flops / seconds
-                yield Result(
-                    spec.name, workload.name, timing, bandwidth, rate, bandwidth / self.ceilings.read, rate / self.ceilings.mma
-                )  # fmt: skip
+                yield self._result(spec.name, workload, time_calls(self.device, calls, max(launches, len(calls)), replays))
+                for peer in peers_of(spec.family.name):
+                    timing = self._time_peer(peer, spec, workload, launches, replays)
+                    if timing:
+                        yield self._result(peer.name, workload, timing)
+
+    def _result(self, name: str, workload: Workload, timing: Timing) -> Result:
+        seconds = timing.median * 1e-6
+        bandwidth, rate = workload.moved_bytes / seconds, workload.flops / seconds
+        return Result(name, workload.name, timing, bandwidth, rate, bandwidth / self.ceilings.read, rate / self.ceilings.mma)
+
+    def _time_peer(self, peer: Peer, spec: KernelSpec, workload: Workload, launches: int, replays: int) -> Timing | None:
+        if not peer.installed:
+            self.absent[peer.name] = None
+            return None
+        try:
+            calls = [peer.prepare(spec.params, workload) for _ in range(_copies(workload))]
+            return time_peer(calls, max(launches, len(calls)), replays)
+        except Exception as error:  # whatever a foreign package raises: the run goes on without it
+            self.refused.setdefault(peer.name, f"{workload.name}: {type(error).__name__}: {error}")
+            return None
 
     def _calls(self, kernel: Kernel, workload: Workload) -> list[BoundCall]:
         """The workload's call, or for a cold one as many calls on copies of its inputs as push each other out of the L2 cache.
 
         The calls share outputs and workspaces, as the layers of a model do.
         """
-        size = sum(array.nbytes for array in workload.inputs.values())
-        copies = min(200, -(-COLD_BYTES // max(1, size))) if workload.cold else 1
+        copies = _copies(workload)
+        scalars = {argument.name for argument in kernel.contract.arguments if argument.role == "scalar"}
         calls = []
         shared = kernel.allocate(**{**workload.dimensions, **bound(kernel, workload)})
         for _ in range(copies):
-            arrays = {name: self.device.array(value) for name, value in workload.inputs.items()}
+            arrays = {name: value.item() if name in scalars else self.device.array(value) for name, value in workload.inputs.items()}
             calls.append(kernel.bind(**arrays, **shared, dims=dict(workload.dimensions)))
         return calls
+
+
+def _copies(workload: Workload) -> int:
+    """How many copies of a cold workload's inputs push each other out of the L2 cache."""
+    size = sum(array.nbytes for array in workload.inputs.values())
+    return min(200, -(-COLD_BYTES // max(1, size))) if workload.cold else 1
 
 
 def bound(kernel: Kernel, workload: Workload) -> dict[str, int]:

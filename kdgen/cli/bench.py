@@ -23,8 +23,8 @@ def bench(
 ) -> None:
     """Time every kernel of a spec on a GPU: replays of one captured graph, medians, shares of the measured ceilings.
 
-    The read and mma ceilings are measured in the same run. Inputs that come from memory in the engine are rotated through copies
-    larger than the L2 cache.
+    Public kernels that are installed are checked and timed beside ours. The read and mma ceilings are measured in the same run. Inputs
+    that come from memory in the engine are rotated through copies larger than the L2 cache.
 
     Example: kdgen bench specs/kernels/tree_build.yaml --device cuda
     """
@@ -35,7 +35,8 @@ def bench(
         results = list(run.results(launches, replays, only))
     if json:
         ceilings = {"read": run.ceilings.read, "mma": run.ceilings.mma}
-        print_json({"spec": run.spec.name, "target": run.target.name, "ceilings": ceilings, "results": [r.to_json() for r in results]})
+        document = {"spec": run.spec.name, "target": run.target.name, "ceilings": ceilings, "results": [r.to_json() for r in results]}
+        print_json({**document, "absent": list(run.absent), "refused": run.refused})
         return
     print(f"ceilings measured in this run: read {run.ceilings.read / 1e9:,.0f} GB/s, mma.sync bf16 {run.ceilings.mma / 1e12:,.0f} TFLOP/s")
     rows = [
@@ -48,3 +49,7 @@ def bench(
     ]  # fmt: skip
     right = ("µs", "10-90 %", "GB/s (of read)", "TFLOP/s (of mma)")
     print_table("", ("kernel", "workload", *right), rows, right=right)
+    if run.absent:
+        print(f"not installed: {', '.join(run.absent)}")
+    for name, reason in run.refused.items():
+        print(f"not timed: {name}, {reason}")

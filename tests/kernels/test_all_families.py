@@ -18,6 +18,7 @@ CACHE = {"layers": 2, "width": 64, "depth": 4, "page_size": 8, "max_pages": 6, "
 PLAN = {"heads": 8, "rows": 40, "sequences": 3, "page_size": 32, "max_pages": 64, "depth": 5}
 ATTENTION = {**PLAN, "latent": 64, "rope": 64, "scale": 0.2}
 PREPARE = {"heads": 4, "latent": 64, "rope": 64, "nope": 32, "rows": 33, "sequences": 3, "page_size": 16, "max_pages": 8}
+NORM = {"hidden": 64, "eps": 1e-5, "rows": 9}
 PROBE = {"n": 64, "k": 256, "rows": 64}
 
 VARIANTS = {
@@ -53,6 +54,22 @@ VARIANTS = {
         PREPARE, {**PREPARE, "dtype": "f32", "projected": "f32"}, {**PREPARE, "projected": "f32", "swizzle": False},
         {**PREPARE, "latent": 1040, "swizzle": False, "heads": 1, "nope": 0}, {**PREPARE, "dtype": "f32", "eps": 1e-5},
     ],
+    "rmsnorm": [
+        NORM, {**NORM, "x": "f32", "weight": "f32", "out": "f32"}, {**NORM, "residual": "bf16"},
+        {**NORM, "residual": "f32", "hidden": 1100, "threads": 64}, {**NORM, "hidden": 4, "x": "f32", "eps": 0.0},
+        {**NORM, "residual": "f32", "out": "f32", "hidden": 7168, "threads": 448},
+        {**NORM, "residual": "bf16", "weight": "f32", "hidden": 7168},
+        {**NORM, "hidden": 16384, "x": "f32", "residual": "f32", "out": "f32", "weight": "f32", "rows": 5},
+        {**NORM, "hidden": 16384, "threads": 1024, "residual": "f32", "rows": 5},
+    ],
+    "embed": [{"hidden": 64}, {"hidden": 64, "out": "f32"}, {"hidden": 7168, "dtype": "f32", "out": "f32"}, {"hidden": 2056, "rows": 5}],
+    "argmax": [
+        {"vocab": 64, "rows": 40}, {"vocab": 1024, "dtype": "bf16", "threads": 32, "loads": 1},
+        {"vocab": 4100, "threads": 64, "loads": 2, "blocks": 12}, {"vocab": 20480, "dtype": "bf16", "blocks": 1, "rows": 20},
+        {"vocab": 4104, "dtype": "bf16", "threads": 32, "loads": 2, "blocks": 40, "rows": 30}, {"vocab": 163840, "rows": 14},
+        {"vocab": 40960, "threads": 1024, "loads": 8, "dtype": "bf16", "blocks": 20, "rows": 14},
+    ],
+    "argmax_merge": [{"ranks": 8}, {"ranks": 1, "rows": 3}, {"ranks": 64, "rows": 200}],
     "primitives": [{"blocks": 1}, {"blocks": 3}],
     "ceiling_read": [{}, {"unroll": 1}],
     "ceiling_mma": [{}],
