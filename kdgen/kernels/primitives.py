@@ -19,7 +19,7 @@ from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams,
 from kdgen.targets import Target
 
 THREADS = 64
-WORD_ROWS = 67
+WORD_ROWS = 68
 FLOAT_ROWS = 2
 
 Words = npt.NDArray[np.uint32]
@@ -152,7 +152,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
         rows += [
             _bits(square), _bits(real * real - np.float32(1)), _bits(double * 3 + 1e-9), _bits(np.sqrt(np.maximum(real, np.float32(0)))),
             _bits(np.float32(1) / real), _bits(np.minimum(real, np.float32(0.25))),
-            np.minimum(x, 0x80000000) ^ np.maximum(x, 7),
+            np.minimum(x, 0x80000000) ^ np.maximum(x, 7), x,
             np.bitwise_count(x).astype(np.uint32) << 16 | (32 - np.frexp(shifted)[1]).astype(np.uint32) << 8
             | np.where(low == 0, 255, np.log2(np.maximum(low & (~low + 1), 1)).astype(np.uint32)),
             picked, np.rint(np.clip(real * np.float32(1e4), 0, None)).astype(np.uint32), zero,
