@@ -37,10 +37,12 @@ def inverse_frequencies(rope: Rope, dim: int) -> Floats:
     """Radians per position of every pair, `[dim / 2]` float32.
 
     Fast pairs keep their frequency, slow ones are divided by `factor`, with a linear ramp between the pairs that turn `beta_fast` and
-    `beta_slow` times within the original context.
+    `beta_slow` times within the original context. Every operation is rounded to float32 in the reference's order: a frequency's last bit
+    is 0.03 radians at position 262,143. (The power is rounded correctly here; PyTorch's is off by one bit for one of K2.6's 32 pairs.)
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    plain = (1.0 / np.float64(rope.theta) ** exponents.astype(np.float64)).astype(np.float32)
+    one, powers = np.float32(1), (np.float64(rope.theta) ** exponents.astype(np.float64)).astype(np.float32)
+    plain = one / powers
     if rope.factor <= 1:
         return plain
 
@@ -50,8 +52,8 @@ def inverse_frequencies(rope: Rope, dim: int) -> Floats:
     low = max(math.floor(pair_of(rope.beta_fast)), 0)
     high = min(math.ceil(pair_of(rope.beta_slow)), dim - 1)
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001)), 0, 1)
-    slow = plain / np.float32(rope.factor)
-    return np.asarray(slow * ramp + plain * (np.float32(1) - ramp), np.float32)
+    slow, kept = one / (np.float32(rope.factor) * powers), one - ramp
+    return np.asarray(slow * (one - kept) + plain * kept, np.float32)
 
 
 def rope_table(rope: Rope, dim: int, positions: int) -> tuple[Floats, Floats]:

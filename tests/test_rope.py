@@ -51,18 +51,26 @@ def test_the_table_is_that_of_the_rounded_product():
 
 
 def test_agrees_with_transformers():
-    """Frequencies and attention factor of Hugging Face's yarn."""
+    """Frequencies, table and softmax scale of Hugging Face's DeepSeek-V3 with K2.6's settings."""
     torch = pytest.importorskip("torch")
-    utilities = pytest.importorskip("transformers.modeling_rope_utils")
-    transformers = pytest.importorskip("transformers")
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     settings = {
-        "rope_type": "yarn", "type": "yarn", "rope_theta": K26.theta, "factor": K26.factor, "beta_fast": K26.beta_fast,
-        "beta_slow": K26.beta_slow, "mscale": K26.mscale, "mscale_all_dim": K26.mscale_all_dim,
-        "original_max_position_embeddings": K26.original_max_position,
+        "rope_type": "yarn", "rope_theta": K26.theta, "factor": K26.factor, "beta_fast": K26.beta_fast, "beta_slow": K26.beta_slow,
+        "mscale": K26.mscale, "mscale_all_dim": K26.mscale_all_dim, "original_max_position_embeddings": K26.original_max_position,
     }  # fmt: skip
-    config = transformers.PretrainedConfig()
-    config.rope_theta, config.rope_scaling, config.rope_parameters = K26.theta, settings, settings
-    config.head_dim, config.hidden_size, config.num_attention_heads, config.max_position_embeddings = 64, 512, 8, 262144
-    frequencies, factor = utilities._compute_yarn_parameters(config, torch.device("cpu"))
-    np.testing.assert_allclose(inverse_frequencies(K26, 64), frequencies.numpy(), rtol=3e-7)
-    assert factor == 1.0
+    config = deepseek.DeepseekV3Config(
+        rope_parameters=settings, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, kv_lora_rank=512, q_lora_rank=1536,
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, max_position_embeddings=262144,
+    )  # fmt: skip
+    embedding = deepseek.DeepseekV3RotaryEmbedding(config)
+    ours, theirs = inverse_frequencies(K26, 64), embedding.inv_freq.numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1.2e-7)
+    assert (ours.view(np.uint32) == theirs.view(np.uint32)).sum() >= 31  # torch's power is off by one bit for pair 5
+    assert deepseek.DeepseekV3Attention(config, 0).scaling == pytest.approx(softmax_scale(K26, 192), rel=1e-6)
+    positions = torch.tensor([[0, 1, 77, 4095, 100_000]])
+    cosines, sines = (values[0, :, :32].numpy() for values in embedding(torch.zeros(1), positions))
+    table = rope_table(K26, 64, 100_001)
+    # Where frequencies differ in the last bit, so does the angle: by one ulp of it, 0.008 at position 100,000.
+    np.testing.assert_allclose(table[0][positions[0].numpy()], cosines, atol=0.01)
+    np.testing.assert_allclose(table[1][positions[0].numpy()], sines, atol=0.01)
+    np.testing.assert_allclose(table[0][:2], cosines[:2], atol=1e-6)
