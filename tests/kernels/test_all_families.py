@@ -18,6 +18,8 @@ CACHE = {"layers": 2, "width": 64, "depth": 4, "page_size": 8, "max_pages": 6, "
 PLAN = {"heads": 8, "rows": 40, "sequences": 3, "page_size": 32, "max_pages": 64, "depth": 5}
 ATTENTION = {**PLAN, "latent": 64, "rope": 64, "scale": 0.2}
 PREPARE = {"heads": 4, "latent": 64, "rope": 64, "nope": 32, "rows": 33, "sequences": 3, "page_size": 16, "max_pages": 8}
+ROUTE = {"experts": 64, "hidden": 256, "top_k": 4, "rows": 70, "slices": 2, "warps": 3}
+PLAIN_ROUTE = {**ROUTE, "x_dtype": "f32", "gate_dtype": "f32", "row_tile": 16}
 NORM = {"hidden": 64, "eps": 1e-5, "rows": 9}
 PROBE = {"n": 64, "k": 256, "rows": 64}
 
@@ -70,6 +72,21 @@ VARIANTS = {
         {"vocab": 40960, "threads": 1024, "loads": 8, "dtype": "bf16", "blocks": 20, "rows": 14},
     ],
     "argmax_merge": [{"ranks": 8}, {"ranks": 1, "rows": 3}, {"ranks": 64, "rows": 200}],
+    "moe_route": [
+        ROUTE, {**ROUTE, "scoring": "softmax"}, {**ROUTE, "bias": False, "normalise": False, "tile_e": 64, "row_tile": 32},
+        {**ROUTE, "experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "scaling": 2.5, "rows": 17, "early_weights": True},
+        {**ROUTE, "top_k": 3, "n_group": 32, "topk_group": 2, "scoring": "softmax", "rows": 9},
+        {**ROUTE, "experts": 32, "hidden": 64, "top_k": 16, "slices": 1, "warps": 1, "tile_e": 16},
+        {**ROUTE, "experts": 512, "hidden": 1024, "top_k": 16, "rows": 8, "slices": 3, "warps": 8},
+        {**ROUTE, "hidden": 2048, "slices": 1, "warps": 1, "rows": 9},
+        {**ROUTE, "experts": 384, "hidden": 512, "top_k": 8, "rows": 16, "slices": 4, "warps": 4, "scaling": 2.827},
+        PLAIN_ROUTE, {**PLAIN_ROUTE, "x_dtype": "bf16", "tile_e": 64, "row_tile": 8, "scoring": "softmax"},
+        {**PLAIN_ROUTE, "gate_dtype": "bf16", "tile_e": 16, "row_tile": 32, "n_group": 4, "topk_group": 2, "bias": False},
+    ],
+    "moe_plan": [
+        {"experts": 384, "top_k": 8, "rows": 128}, {"experts": 1, "top_k": 1, "rows": 5}, {"experts": 7, "top_k": 7, "rows": 33},
+        {"experts": 33, "top_k": 2, "rows": 300}, {"experts": 512, "top_k": 16, "rows": 16},
+    ],
     "primitives": [{"blocks": 1}, {"blocks": 3}],
     "ceiling_read": [{}, {"unroll": 1}],
     "ceiling_mma": [{}],
