@@ -52,7 +52,11 @@ def built(params, device, out):
 
 def alone(p, rng, inputs, row):
     """A launch of one row that plain decoding would make: its keys lie in order, in other pages, and it is the last of them."""
-    keys = tree_attention.logical_keys(p, inputs)[row]
+    return alone_in(p, rng, inputs["q"][[row]], tree_attention.logical_keys(p, inputs)[row])
+
+
+def alone_in(p, rng, query, keys):
+    """As `alone`, from the query `[1, heads, width]` and the keys `[position + 1, width]`."""
     position = len(keys) - 1
     rows = {
         "starts": np.array([position], np.int32),
@@ -64,7 +68,7 @@ def alone(p, rng, inputs, row):
     cache = swizzled(made["cache"]) if p.swizzle else made["cache"]
     places = np.arange(position + 1)
     cache[made["page_tables"][0, places // p.page_size], places % p.page_size] = keys
-    return {**made, "q": inputs["q"][[row]], "cache": swizzled(cache) if p.swizzle else cache}
+    return {**made, "q": query, "cache": swizzled(cache) if p.swizzle else cache}
 
 
 def random_launch(p, rng):
@@ -117,3 +121,26 @@ def test_the_order_of_operations_explains_every_bit(tmp_path):
         want = tree_attention.ordered(p, inputs, c_exp2)
         same = got.view(np.uint32) == want.view(np.uint32)
         assert same.mean() == 1.0, (changes, same.mean(), np.abs(got - want).max())
+
+
+NOT_PINNED = (
+    {"stages": 3}, {"stagger": False}, {"copy_method": "cp_async"}, {"swizzle": False}, {"page_size": 64, "max_pages": 32},
+    {"widths": ({"rows": 64, "columns": (8, 8, 8)},)}, {"widths": ({"rows": 64, "columns": (1, 2, 4)},)}, {"blocks": 3},
+)  # fmt: skip
+
+
+def test_what_is_not_pinned_changes_no_bit(device, tmp_path):
+    """Builds with equal `pinned` values are interchangeable: the same rows over the same keys give the same bits."""
+    p = parameters()
+    rng = np.random.default_rng(11)
+    inputs = random_launch(p, rng)
+    first = run_case(built(p, device, tmp_path / "first"), inputs, {}, 0xFF)["out_f32"]
+    keys = tree_attention.logical_keys(p, inputs)
+    for number, changes in enumerate(NOT_PINNED):
+        q = parameters(**changes)
+        contracts = [tree_attention.contract(params, get_target("host")) for params in (p, q)]
+        assert contracts[0].pinned == contracts[1].pinned
+        kernel = built(q, device, tmp_path / str(number))
+        for row in sorted(keys)[:: max(1, len(keys) // 6)]:
+            single = run_case(kernel, alone_in(q, rng, inputs["q"][[row]], keys[row]), {}, 0xA5)["out_f32"]
+            assert np.array_equal(single[0].view(np.uint32), first[row].view(np.uint32)), (changes, row)
