@@ -274,7 +274,7 @@ def test_unknown_kernel_in_an_override(loader, engine_text):
         (["model.heads=5", "ranks=2"], {"--set model.heads=5"}, "allowed multiples of ranks = 2"),
         (["ranks=3"], {"--set ranks=3"}, "allowed divisors of model.heads = 8 (line 10)"),
         (["draft.block=3"], {"tree.depth"}, "allowed at most 2: draft.block = 3 - 1"),
-        (["model.experts_per_token=9"], {"--set model.experts_per_token=9"}, "allowed at most 8: model.experts = 8"),
+        (["model.experts_per_token=33"], {"--set model.experts_per_token=33"}, "allowed at most 32: model.experts = 32"),
         (["tree.width_cap=5"], {"--set tree.width_cap=5"}, "tree.top_k = 4"),
         (["draft.target_layers=[0, 3]"], {"--set draft.target_layers=[0, 3]"}, "allowed 0…2"),
         (["draft.target_layers=[2, 0]"], {"--set draft.target_layers=[2, 0]"}, "above the one before"),
