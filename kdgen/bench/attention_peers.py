@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kdgen.bench.peers import Peer, PeerCall
 from kdgen.kernels import attention_plan, tree_attention
 from kdgen.kernels.base import Workload
-from kdgen.kernels.kv_compact import swizzled
+from kdgen.kernels.cache_layout import swizzled
 
 
 class Chain:

@@ -4,8 +4,7 @@ The cache is paged: position q of a sequence lives in page `page_tables[s, q // 
 forward over a tree writes node i's row at position start + i (node order); once the path is chosen, accepted node j belongs at
 position start + j. Accepted nodes ascend and accepted[j] ≥ j, so a destination is never a row that is still needed elsewhere.
 
-Layout `rows-xor8` (`swizzle: true`): inside each 128 bytes of a row, 16-byte unit u stands at u ^ (slot & 7). A tile of rows copied
-as it lies is then free of bank conflicts for `ldmatrix` (the attention kernel's layout).
+With `swizzle: true` rows are laid out as rows-xor8 (`kdgen.kernels.cache_layout`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from kdgen.contract import DTYPE_BYTES, Argument, Capacity, Contract, Launch
 from kdgen.dtypes import numpy_dtype
 from kdgen.expressions import round_up
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, Workload
+from kdgen.kernels.cache_layout import check_swizzle, swizzled
 from kdgen.targets import Target
 
 
@@ -41,10 +41,8 @@ class Params(FamilyParams):
         row = self.width * DTYPE_BYTES[self.dtype]
         if row % 16:
             raise ValueError(f"a row of {self.width} {self.dtype} is {row} bytes; it must be a multiple of 16")
-        if self.swizzle and (row % 128 or self.page_size % 8):
-            raise ValueError(
-                f"swizzle needs rows of a multiple of 128 bytes, pages of a multiple of 8 rows; got {row} bytes, {self.page_size} rows"
-            )
+        if self.swizzle:
+            check_swizzle(row, self.page_size)
         return self
 
     @property
@@ -79,15 +77,6 @@ def contract(p: Params, target: Target) -> Contract:
 def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
     """Numbers of the template."""
     return {"units": p.units, "threads": threads(p)}
-
-
-def swizzled(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Rows `[…, page_size, width]` to and from layout rows-xor8 (its own inverse)."""
-    page_size, width = rows.shape[-2:]
-    per_unit = 16 // rows.dtype.itemsize
-    slots, units = np.arange(page_size)[:, None], np.arange(width // per_unit)[None, :]
-    columns = ((units ^ (slots & 7))[:, :, None] * per_unit + np.arange(per_unit)).reshape(page_size, width)
-    return np.ascontiguousarray(rows[..., slots, columns])
 
 
 def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:

@@ -28,7 +28,7 @@ from kdgen.contract import DTYPE_BYTES, Argument, Capacity, Contract, Launch
 from kdgen.dtypes import numpy_dtype
 from kdgen.expressions import ceil_div
 from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams, SharedLayout, Workload
-from kdgen.kernels.kv_compact import swizzled
+from kdgen.kernels.cache_layout import check_swizzle, swizzled
 from kdgen.targets import Target
 
 THREADS = 128
@@ -55,11 +55,8 @@ class Params(FamilyParams):
         for name, dtype in (("cache", self.dtype), ("projections", self.projected)):
             if self.rope // 2 * DTYPE_BYTES[dtype] % 16:
                 raise ValueError(f"half of rope = {self.rope} must be a multiple of 16 bytes, also in the {name} ({dtype})")
-        row = self.width * DTYPE_BYTES[self.dtype]
-        if self.swizzle and (row % 128 or self.page_size % 8):
-            raise ValueError(
-                f"swizzle needs rows of a multiple of 128 bytes, pages of a multiple of 8 rows; got {row} bytes, {self.page_size} rows"
-            )
+        if self.swizzle:
+            check_swizzle(self.width * DTYPE_BYTES[self.dtype], self.page_size)
         return self
 
     @property

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kdgen.errors import UsageError
 from kdgen.kernels import kv_compact, tree_build
+from kdgen.kernels.cache_layout import swizzled
 from kdgen.spec import KernelSpec, Spec
 from kdgen.verify.compare import Array
 from kdgen.verify.kernel import run_case
@@ -213,11 +214,11 @@ def moves(kernel: Kernel, spec: KernelSpec, outcome: Walk, schedule: Schedule, *
     dtype = np.uint16 if p.dtype == "bf16" else np.uint32
     rows = np.random.default_rng(1).integers(0, np.iinfo(dtype).max, size=(p.layers, used + 1, p.page_size, p.width), dtype=dtype)
     inputs = {
-        "cache": _as_cache(kv_compact.swizzled(rows) if p.swizzle else rows, p.dtype), "page_tables": table,
+        "cache": _as_cache(swizzled(rows) if p.swizzle else rows, p.dtype), "page_tables": table,
         "starts": np.array([start], np.int32), **{name: outcome.outputs[name] for name in ("accepted", "accepted_counts")},
     }  # fmt: skip
     after = run_case(kernel, inputs, {}, schedule.fill)["cache"].view(dtype)
-    after = kv_compact.swizzled(after) if p.swizzle else after
+    after = swizzled(after) if p.swizzle else after
     found: dict[int, int] = {}
     for page, slot in np.argwhere((after != rows).any(axis=(0, 3))):
         if page == 0:

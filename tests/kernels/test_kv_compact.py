@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from kdgen.kernels.kv_compact import FAMILY, Params, reference, swizzled
+from kdgen.kernels.cache_layout import swizzled
+from kdgen.kernels.kv_compact import FAMILY, Params, reference
 
 SMALL = {"layers": 2, "width": 128, "depth": 3, "page_size": 8, "max_pages": 8, "sequences": 4}
 

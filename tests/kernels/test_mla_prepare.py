@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kdgen.kernels.kv_compact import swizzled
+from kdgen.kernels.cache_layout import swizzled
 from kdgen.kernels.mla_prepare import FAMILY, Params, reference
 
 SHAPE = {"heads": 3, "latent": 64, "rope": 32, "nope": 16, "rows": 40, "sequences": 2, "page_size": 8, "max_pages": 16}

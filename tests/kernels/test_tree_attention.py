@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kdgen.build import build_spec
-from kdgen.kernels import attention_plan, tree_attention
-from kdgen.kernels.kv_compact import swizzled
+from kdgen.kernels import attention_order, attention_plan, tree_attention
+from kdgen.kernels.cache_layout import swizzled
 from kdgen.runtime import load, open_device
 from kdgen.spec import KernelSpec, Spec
 from kdgen.targets import get_target
@@ -118,7 +118,7 @@ def test_the_order_of_operations_explains_every_bit(tmp_path):
         rng = np.random.default_rng(3)
         inputs = random_launch(p, rng)
         got = run_case(kernel, inputs, {}, 0xFF)["out_f32"]
-        want = tree_attention.ordered(p, inputs, c_exp2)
+        want = attention_order.ordered(p, inputs, c_exp2)
         same = got.view(np.uint32) == want.view(np.uint32)
         assert same.mean() == 1.0, (changes, same.mean(), np.abs(got - want).max())
 
