@@ -144,3 +144,32 @@ def test_what_is_not_pinned_changes_no_bit(device, tmp_path):
         for row in sorted(keys)[:: max(1, len(keys) // 6)]:
             single = run_case(kernel, alone_in(q, rng, inputs["q"][[row]], keys[row]), {}, 0xA5)["out_f32"]
             assert np.array_equal(single[0].view(np.uint32), first[row].view(np.uint32)), (changes, row)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("copy_method", ["bulk", "cp_async"])
+def test_pages_beyond_4_gib(copy_method, tmp_path):
+    """The pool is larger than 32 bits of bytes can tell, filled with NaN, and the sequence's pages lie at both ends of it."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of GPU memory")
+    p = parameters(latent=512, rope=64, page_size=64, copy_method=copy_method, wide_output=False)
+    kernel = built(p, "cuda", tmp_path)
+    rng = np.random.default_rng(5)
+    rows = attention_plan.random_rows(p, rng, [(1500, 17, False)])
+    inputs = tree_attention.make_inputs(p, rng, rows, [1517])
+    want = run_case(kernel, inputs, {}, 0xFF)["out"]
+    pages = (5 << 30) // (64 * p.row_bytes)
+    pool = torch.full((pages, 64, p.width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    tables = inputs["page_tables"].copy()
+    used = -(-1517 // 64)
+    moved = np.where(np.arange(used) % 2, pages - 1 - np.arange(used), np.arange(used)).astype(np.int32)
+    for place, page in zip(moved, tables[0, :used], strict=True):
+        pool[int(place)] = torch.from_numpy(inputs["cache"][page].view(np.int16)).cuda().view(torch.bfloat16)
+    tables[0, :used] = moved
+    torch.cuda.synchronize()
+    arrays = {name: kernel.device.array(value) for name, value in {**inputs, "page_tables": tables}.items() if name != "cache"}
+    out = kernel.allocate(T=17)
+    kernel(**arrays, cache=pool, **out)
+    kernel.device.synchronize()
+    assert np.array_equal(out["out"].numpy().view(np.uint16), want.view(np.uint16))
