@@ -29,6 +29,7 @@ VARIANTS = {
     "large tiles": {"key_tile": 32},
     "several octets": {"heads": 24},
     "f32": {"dtype": "f32"},
+    "many rows, deep trees": {"rows": 512, "depth": 16, "widths": ({"rows": 512, "columns": (4, 8, 8)},)},
     "odd latent": {"latent": 80, "rope": 48, "swizzle": True},
 }
 
