@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.errors import ArtifactError
-from kdgen.kdtr.format import INT4_PER_WORD
-
-_SHIFTS = np.arange(INT4_PER_WORD, dtype=np.uint32) * np.uint32(4)
+from kdgen.weights import int4
 
 
 def pack_int4(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
@@ -19,16 +17,18 @@ def pack_int4(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     Raises:
         ArtifactError: a value is out of range, or K is no multiple of 8.
     """
-    if not values.ndim or values.shape[-1] % INT4_PER_WORD:
-        raise ArtifactError(f"int4 of shape {list(values.shape)}: the last extent must be a multiple of {INT4_PER_WORD}")
+    # Before the conversion to i8, which would wrap them.
     if values.size and not (values.min() >= -8 and values.max() <= 7):
         raise ArtifactError(f"int4 values are −8 … 7; got {values.min()} … {values.max()}")
-    grouped = (values.astype(np.int64) + 8).astype(np.uint32).reshape(*values.shape[:-1], values.shape[-1] // INT4_PER_WORD, INT4_PER_WORD)
-    words: npt.NDArray[np.uint32] = np.bitwise_or.reduce(grouped << _SHIFTS, axis=-1)
-    return words.view(np.int32)
+    try:
+        return int4.pack(values.astype(np.int8, copy=False))
+    except ValueError as error:
+        raise ArtifactError(f"int4: {error}") from error
 
 
 def unpack_int4(words: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-    """Words [..., K/8] (i32 or u32) to the integers [..., K]."""
-    nibbles = (words.view(np.uint32)[..., None] >> _SHIFTS) & np.uint32(15)
-    return (nibbles.astype(np.int8) - np.int8(8)).reshape(*words.shape[:-1], words.shape[-1] * INT4_PER_WORD)
+    """Words [..., K/8] (i32 or u32) to the integers [..., K]; ArtifactError for another type."""
+    try:
+        return int4.unpack(words)
+    except ValueError as error:
+        raise ArtifactError(f"int4: {error}") from error

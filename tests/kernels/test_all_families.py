@@ -87,6 +87,18 @@ VARIANTS = {
         {"experts": 384, "top_k": 8, "rows": 128}, {"experts": 1, "top_k": 1, "rows": 5}, {"experts": 7, "top_k": 7, "rows": 33},
         {"experts": 33, "top_k": 2, "rows": 300}, {"experts": 512, "top_k": 16, "rows": 16},
     ],
+    "topk_logprob": [
+        {"vocab": 64, "top_k": 16, "rows": 40}, {"vocab": 1024, "top_k": 64, "dtype": "bf16", "chunk": 512, "threads": 64, "slice": True},
+        {"vocab": 20480, "top_k": 64}, {"vocab": 20480, "top_k": 16, "dtype": "bf16", "slice": True},
+        {"vocab": 163840, "top_k": 64, "rows": 7}, {"vocab": 4100, "top_k": 1, "chunk": 256, "threads": 64},
+        {"vocab": 4, "top_k": 4, "rows": 3}, {"vocab": 40968, "top_k": 33, "dtype": "bf16", "chunk": 8192, "threads": 512, "rows": 5},
+        {"vocab": 33000, "top_k": 64, "chunk": 16384, "threads": 1024, "rows": 6},
+        {"vocab": 10000, "top_k": 7, "chunk": 1024, "threads": 128, "slice": True, "rows": 1},
+    ],
+    "topk_logprob_merge": [
+        {"ranks": 8, "top_k": 16}, {"ranks": 1, "top_k": 1, "rows": 3}, {"ranks": 64, "top_k": 64, "rows": 40},
+        {"ranks": 5, "top_k": 64}, {"ranks": 33, "top_k": 5},
+    ],
     "primitives": [{"blocks": 1}, {"blocks": 3}],
     "ceiling_read": [{}, {"unroll": 1}],
     "ceiling_mma": [{}],

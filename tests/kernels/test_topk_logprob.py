@@ -181,7 +181,8 @@ def test_candidates_of_a_chunk_fit_whatever_the_logits(top_k, threads):
         ({"chunk": 16384}, "more threads"),
         ({"top_k": 65}, "64"),
         ({"threads": 96}, "64, 128"),
-        ({"vocab": 1 << 22, "top_k": 64, "chunk": 1024}, "larger chunk"),
+        ({"vocab": 1 << 20, "top_k": 64, "chunk": 1024}, "larger chunk"),
+        ({"vocab": 1 << 24}, "4096 chunks of 4096"),
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(change, words):
