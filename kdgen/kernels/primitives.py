@@ -19,7 +19,7 @@ from kdgen.kernels.base import Arrays, Case, ContextValue, Family, FamilyParams,
 from kdgen.targets import Target
 
 THREADS = 64
-WORD_ROWS = 68
+WORD_ROWS = 69
 FLOAT_ROWS = 2
 
 Words = npt.NDArray[np.uint32]
@@ -66,6 +66,10 @@ def _bits(values: npt.NDArray[Any]) -> Words:
 def _to_bf16(values: npt.NDArray[Any]) -> Words:
     bits = np.asarray(values, np.float32).astype(numpy_dtype("bf16")).view(np.uint16).astype(np.uint32)
     return np.where(np.isnan(values), np.uint32(0x7FFF), bits)
+
+
+def _bf16(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values.astype(numpy_dtype("bf16")).astype(np.float32)
 
 
 def _matrix_rows(x: Words) -> list[Words]:
@@ -158,7 +162,8 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
             picked, np.rint(np.clip(real * np.float32(1e4), 0, None)).astype(np.uint32), zero,
             np.clip(np.rint(real * np.where(lane == 0, np.float32(1e30), np.float32(1e3))).astype(np.float64), -(2.0**31), 2.0**31 - 1)
             .astype(np.int64), _to_bf16(real), (x & 0xFFFF) << 16,
-            _to_bf16(-real) << 16 | _to_bf16(real), zero + 0x7FFF, zero + 1,
+            _to_bf16(-real) << 16 | _to_bf16(real),
+            _to_bf16(_bf16(-real) + _bf16(real * np.float32(3))) << 16 | _to_bf16(_bf16(real) + np.float32(2)), zero + 0x7FFF, zero + 1,
         ]  # fmt: skip
         exponentials = np.stack([np.exp2(double), np.exp2((real * np.float32(40)).astype(np.float64))])
     words = np.repeat(np.stack([np.asarray(row).astype(np.uint32) for row in rows])[None], blocks, axis=0)

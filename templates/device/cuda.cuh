@@ -236,5 +236,11 @@ KD_DEVICE u32 pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
 }
+// The sums of two pairs of bf16, each to nearest even.
+KD_DEVICE u32 add_bf16x2(u32 a, u32 b) {
+  u32 sums;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(0x3f803f80u), "r"(b));
+  return sums;
+}
 
 }  // namespace kd

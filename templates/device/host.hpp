@@ -210,5 +210,8 @@ KD_DEVICE bf16 to_bf16(float x) {
 }
 KD_DEVICE u32 opaque(u32 x) { return x; }
 KD_DEVICE u32 pack_bf16(float low, float high) { return static_cast<u32>(to_bf16(high).bits) << 16 | to_bf16(low).bits; }
+KD_DEVICE u32 add_bf16x2(u32 a, u32 b) {  // a sum of two bf16 has the same rounding by way of float
+  return pack_bf16(float_of(a << 16) + float_of(b << 16), float_of(a & 0xffff0000u) + float_of(b & 0xffff0000u));
+}
 
 }  // namespace kd

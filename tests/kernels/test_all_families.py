@@ -20,6 +20,20 @@ ATTENTION = {**PLAN, "latent": 64, "rope": 64, "scale": 0.2}
 PREPARE = {"heads": 4, "latent": 64, "rope": 64, "nope": 32, "rows": 33, "sequences": 3, "page_size": 16, "max_pages": 8}
 ROUTE = {"experts": 64, "hidden": 256, "top_k": 4, "rows": 70, "slices": 2, "warps": 3}
 PLAIN_ROUTE = {**ROUTE, "x_dtype": "f32", "gate_dtype": "f32", "row_tile": 16}
+NARROW = [{"rows": 40, "stages": 2}]
+EXPERTS = {
+    "role": "gate_up", "experts": 9, "top_k": 3, "n": 48, "k": 512, "rows": 40, "slices": 2, "parts": 2, "warps": 4,
+    "launches": [{"rows": 2, "wide": True, "stages": 2}, {"rows": 12, "stages": 2}, {"rows": 40, "row_tile": 16, "stages": 2}],
+}  # fmt: skip
+DOWN = {
+    **EXPERTS, "role": "down", "n": 96, "k": 256, "slices": 1, "parts": 1, "out_dtype": "f32",
+    "launches": [{"rows": 12, "stages": 4}, {"rows": 40, "row_tile": 32, "stages": 2}],
+}  # fmt: skip
+MANY = {
+    "role": "gate_up", "experts": 600, "top_k": 2, "n": 32, "k": 128, "rows": 20, "slices": 1, "warps": 2, "out_dtype": "f32",
+    "launches": [{"rows": 20, "stages": 2}],
+}  # fmt: skip
+COMBINE = {"experts": 9, "top_k": 3, "hidden": 68, "threads": 64, "rows": 40}
 NORM = {"hidden": 64, "eps": 1e-5, "rows": 9}
 PROBE = {"n": 64, "k": 256, "rows": 64}
 
@@ -98,6 +112,19 @@ VARIANTS = {
     "topk_logprob_merge": [
         {"ranks": 8, "top_k": 16}, {"ranks": 1, "top_k": 1, "rows": 3}, {"ranks": 64, "top_k": 64, "rows": 40},
         {"ranks": 5, "top_k": 64}, {"ranks": 33, "top_k": 5},
+    ],
+    "moe_gemm": [
+        EXPERTS, DOWN, {**EXPERTS, "weights": "bf16"}, {**DOWN, "weights": "bf16", "out_dtype": "bf16"},
+        {**EXPERTS, "x_dtype": "f32", "out_dtype": "f32", "launches": NARROW}, {**DOWN, "x_dtype": "f32", "launches": NARROW},
+        {**EXPERTS, "x_dtype": "f32", "weights": "f32", "out_dtype": "f32", "launches": NARROW},
+        {**DOWN, "x_dtype": "f32", "weights": "f32", "launches": NARROW}, {**DOWN, "x_dtype": "f32", "weights": "bf16", "launches": NARROW},
+        {**DOWN, "slices": 4, "k": 1024, "warps": 8, "launches": [{"rows": 40, "stages": 3}]},
+        {**EXPERTS, "slices": 1, "parts": 8, "k": 1024, "top_k": 1, "launches": NARROW},
+        MANY, {**MANY, "role": "down", "warps": 8},
+    ],
+    "moe_combine": [
+        COMBINE, {**COMBINE, "y_dtype": "bf16", "shared": "bf16"}, {**COMBINE, "shared": "f32", "residual": "f32", "out_dtype": "f32"},
+        {**COMBINE, "hidden": 7168, "threads": 256, "residual": "bf16", "rows": 20},
     ],
     "primitives": [{"blocks": 1}, {"blocks": 3}],
     "ceiling_read": [{}, {"unroll": 1}],
