@@ -168,7 +168,7 @@ def test_expressions_in_an_engine_spec(loader, engine_text):
         + '      stages: ${tree.width_cap + 1}\n      splits: ["${tree.budget + 1}"]\n'
     )
     params = loader.load(text).kernel("probe").params
-    assert (params.tile.n, params.stages, params.splits) == (64, 1, (9,))
+    assert (params.tile.n, params.stages, params.splits) == (128, 1, (9,))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_unknown_kernel_in_an_override(loader, engine_text):
         (["draft.target_layers=[0, 3]"], {"--set draft.target_layers=[0, 3]"}, "allowed 0…2"),
         (["draft.target_layers=[2, 0]"], {"--set draft.target_layers=[2, 0]"}, "above the one before"),
         (["draft.layer_types=[full]"], {"--set draft.layer_types=[full]"}, "1 items, allowed 2"),
-        (["draft.hidden=128"], {"--set draft.hidden=128"}, "allowed model.hidden = 64"),
+        (["draft.hidden=64"], {"--set draft.hidden=64"}, "allowed model.hidden = 128"),
         (["draft.mask_token=256"], {"--set draft.mask_token=256"}, "allowed at most 255"),
         (["model.max_position=2048"], {"--set model.max_position=2048"}, "allowed at most 1024"),
         (["model.moe_intermediate=48"], {"--set model.moe_intermediate=48"}, "multiples of 32 per rank"),
