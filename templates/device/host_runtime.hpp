@@ -50,7 +50,7 @@ struct Self {
   u32 thread, block[3], grid[3], threads;
   u8* shared;
 };
-extern thread_local const Self* self __attribute__((tls_model("initial-exec")));
+extern thread_local const Self* self;
 
 enum class Warp : u8 { sync, shfl, ballot, reduce, ldmatrix, ldmatrix_trans, movmatrix, mma };
 using Execute = void (*)(const void* const* in, void* const* out, u32 mask, u32 parameter);

@@ -20,6 +20,7 @@ ATTENTION = {**PLAN, "latent": 64, "rope": 64, "scale": 0.2}
 PREPARE = {"heads": 4, "latent": 64, "rope": 64, "nope": 32, "rows": 33, "sequences": 3, "page_size": 16, "max_pages": 8}
 ROUTE = {"experts": 64, "hidden": 256, "top_k": 4, "rows": 70, "slices": 2, "warps": 3}
 PLAIN_ROUTE = {**ROUTE, "x_dtype": "f32", "gate_dtype": "f32", "row_tile": 16}
+GEMM = {"n": 64, "k": 256, "rows": 64}
 NARROW = [{"rows": 40, "stages": 2}]
 EXPERTS = {
     "role": "gate_up", "experts": 9, "top_k": 3, "n": 48, "k": 512, "rows": 40, "slices": 2, "parts": 2, "warps": 4,
@@ -125,6 +126,22 @@ VARIANTS = {
     "moe_combine": [
         COMBINE, {**COMBINE, "y_dtype": "bf16", "shared": "bf16"}, {**COMBINE, "shared": "f32", "residual": "f32", "out_dtype": "f32"},
         {**COMBINE, "hidden": 7168, "threads": 256, "residual": "bf16", "rows": 20},
+    ],
+    "gemm": [
+        GEMM, {**GEMM, "x": "f32", "w": "f32", "out": "f32"}, {**GEMM, "w": "f32", "out": "f32", "residual": True},
+        {**GEMM, "x": "f32", "slices": 2, "few_rows": 4, "warps": {"n": 2, "k": 1}},
+        {**GEMM, "n": 83, "k": 200, "rows": 33, "residual": True, "tile": {"n": 32, "k": 64}, "warps": {"n": 1, "k": 3}},
+        {**GEMM, "n": 66, "k": 1000, "rows": 128, "slices": 3, "tile": {"n": 64, "k": 128}, "warps": {"n": 1, "k": 2}, "stages": 2,
+         "early_weights": True, "few_rows": 8, "out": "f32"},
+        {**GEMM, "k": 128, "heads": 3, "x_width": 192, "x_offset": 8, "out_width": 100, "out_offset": 20, "rows": 128,
+         "tile": {"n": 32, "k": 64}, "warps": {"n": 2, "k": 1}, "slices": 2, "few_rows": 1},
+        {**GEMM, "n": 48, "k": 44, "x": "f32", "w": "f32", "heads": 1, "out_width": 50, "tile": {"n": 48, "k": 64},
+         "warps": {"n": 3, "k": 1}, "residual": True, "rows": 17},
+        {**GEMM, "n": 256, "k": 1024, "tile": {"n": 256, "k": 64}, "warps": {"n": 4, "k": 1}, "stages": 2, "out": "f32",
+         "slices": 2, "residual": True, "few_rows": 16},
+        {**GEMM, "n": 128, "k": 2048, "tile": {"n": 32, "k": 64}, "warps": {"n": 2, "k": 8}, "stages": 3, "rows": 16,
+         "early_weights": True},
+        {**GEMM, "n": 1, "k": 8, "heads": 2, "warps": {"n": 1, "k": 1}, "tile": {"n": 16, "k": 256}, "rows": 9, "stages": 8},
     ],
     "primitives": [{"blocks": 1}, {"blocks": 3}],
     "ceiling_read": [{}, {"unroll": 1}],

@@ -159,3 +159,17 @@ def test_the_sanitizer_finds_what_red_zones_cannot(tmp_path: Path) -> None:
     assert (good.returncode, good.stdout) == (0, "7\n"), good.stderr
     assert bad.returncode != 0
     assert "AddressSanitizer: use-after-poison" in bad.stderr
+
+
+def test_a_process_may_load_hundreds_of_kernels(tmp_path: Path) -> None:
+    """A search over parameters does. Static thread-local storage, of which there is little, would end it after some two hundred."""
+    from kdgen.build import build_spec
+    from kdgen.kernels import get_family
+    from kdgen.spec import KernelSpec, Spec
+    from kdgen.targets import get_target
+
+    family = get_family("ceiling_read")
+    build_spec(Spec.of("many", KernelSpec("read", family, family.params())), [get_target("host")], tmp_path)
+    image = (tmp_path / "many" / "host" / "read.so").read_bytes()
+    kept = [host_library.map_library(image + number.to_bytes(2, "little"), "read") for number in range(600)]
+    assert len({id(library) for library in kept}) == 600
