@@ -52,6 +52,8 @@ class Library:
         self._handle = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
         self.poison = self._handle.kdgen_poison
         self.poison.argtypes, self.poison.restype = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int), None
+        # Code is never unmapped, but what a kernel keeps between launches goes with the last who may launch it.
+        weakref.finalize(self, self._handle.kdgen_release)
 
     def entry(self, name: str) -> Any:
         """The launch function of an entry; AttributeError when there is none."""

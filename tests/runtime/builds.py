@@ -66,6 +66,7 @@ extern "C" int kdgen_launch_copy(void* const* args, const LaunchConfig*, char*, 
   std::memcpy(array<char>(args, 1), array<char>(args, 0), 16);
   return 0;
 }
+extern "C" void kdgen_release() {}
 extern "C" void kdgen_poison(void* p, unsigned long n, int on) {
 #ifdef POISON
   if (on) __asan_poison_memory_region(p, n); else __asan_unpoison_memory_region(p, n);

@@ -110,7 +110,7 @@ def test_libraries_of_other_machines_and_no_libraries_are_refused(built: Path, l
 
 
 def test_a_library_without_its_entry_is_refused(built: Path, tmp_path: Path) -> None:
-    image = compile_library(tmp_path / "empty.so", source='extern "C" void kdgen_poison(void*, unsigned long, int) {}')
+    image = compile_library(tmp_path / "empty.so", source='extern "C" void kdgen_release() {} extern "C" void kdgen_poison(void*, unsigned long, int) {}')
     write_build(built / "host", dict.fromkeys(CONTRACTS, image))
     with pytest.raises(ArtifactError, match="no entry 'probe'; rebuild"):
         load(built, "host")
@@ -173,3 +173,27 @@ def test_a_process_may_load_hundreds_of_kernels(tmp_path: Path) -> None:
     image = (tmp_path / "many" / "host" / "read.so").read_bytes()
     kept = [host_library.map_library(image + number.to_bytes(2, "little"), "read") for number in range(600)]
     assert len({id(library) for library in kept}) == 600
+
+
+def test_what_a_kernel_keeps_between_launches_goes_with_it(tmp_path: Path) -> None:
+    """Stacks with guard pages are two mappings each, and a process may have 65,530."""
+    import gc
+
+    from kdgen.build import build_spec
+    from kdgen.kernels import get_family
+    from kdgen.spec import KernelSpec, Spec
+    from kdgen.targets import get_target
+
+    family = get_family("ceiling_read")
+    build_spec(Spec.of("big", KernelSpec("read", family, family.params())), [get_target("host")], tmp_path)
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    kernel = load(tmp_path / "big" / "host", "host")["read"]
+    kernel(data=kernel.device.array(np.zeros((64, 4), np.uint32)), **kernel.allocate(G=1), dims={"G": 1})
+    assert mappings() > before + 512  # a block of 512 threads
+    del kernel
+    gc.collect()
+    assert mappings() < before + 64
