@@ -110,7 +110,8 @@ def test_libraries_of_other_machines_and_no_libraries_are_refused(built: Path, l
 
 
 def test_a_library_without_its_entry_is_refused(built: Path, tmp_path: Path) -> None:
-    image = compile_library(tmp_path / "empty.so", source='extern "C" void kdgen_release() {} extern "C" void kdgen_poison(void*, unsigned long, int) {}')
+    source = 'extern "C" void kdgen_release() {} extern "C" void kdgen_poison(void*, unsigned long, int) {}'
+    image = compile_library(tmp_path / "empty.so", source=source)
     write_build(built / "host", dict.fromkeys(CONTRACTS, image))
     with pytest.raises(ArtifactError, match="no entry 'probe'; rebuild"):
         load(built, "host")
