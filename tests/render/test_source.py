@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 
 import pytest
@@ -242,3 +243,10 @@ def test_shipped_specs_render(path):
             clean = render_kernel(kernel, TARGETS[target]).text
             marked = render_kernel(kernel, TARGETS[target], marks=True).text
             assert [line for line in marked.split("\n") if not line.startswith("#line ")] == clean.split("\n")
+
+
+def test_no_template_has_a_generic_lambda():
+    """NVRTC 13.0, the oldest that is allowed, takes a lambda's call operator for a host function when it is a template."""
+    generic = re.compile(r"\[[^\[\]]*\]\s*\([^()]*\bauto\b[^()]*\)")
+    found = [path.name for path in data_dir("templates").rglob("*.j2") if generic.search(path.read_text(encoding="utf-8"))]
+    assert found == []
