@@ -47,6 +47,8 @@ class Params(FamilyParams):
     max_pages: Annotated[int, Field(ge=1, le=1 << 20, description="columns of the page table")]
     dtype: Annotated[Literal["bf16", "f32"], Field(description="of cache, queries and weights")] = "bf16"
     projected: Annotated[Literal["bf16", "f32"], Field(description="of the projections `kv` and `queries`")] = "bf16"
+    kv_width: Annotated[int, Field(ge=0, le=1 << 20, description="values of a row of kv; 0: kv_offset + latent + rope")] = 0
+    kv_offset: Annotated[int, Field(ge=0, le=1 << 20, description="first of them that is the latent's")] = 0
     eps: Annotated[float, Field(gt=0.0, lt=0.1, description="added to the mean square")] = 1e-6
     swizzle: Annotated[bool, Field(description="the cache is laid out as rows-xor8")] = True
 
@@ -55,6 +57,11 @@ class Params(FamilyParams):
         for name, dtype in (("cache", self.dtype), ("projections", self.projected)):
             if self.rope // 2 * DTYPE_BYTES[dtype] % 16:
                 raise ValueError(f"half of rope = {self.rope} must be a multiple of 16 bytes, also in the {name} ({dtype})")
+        for name, size in (("kv_width", self.kv_columns), ("kv_offset", self.kv_offset)):
+            if size * DTYPE_BYTES[self.projected] % 16:
+                raise ValueError(f"{name} = {size} must be a multiple of 16 bytes ({self.projected})")
+        if self.kv_offset + self.width > self.kv_columns:
+            raise ValueError(f"values {self.kv_offset} … {self.kv_offset + self.width - 1} of kv do not fit kv_width = {self.kv_columns}")
         if self.swizzle:
             check_swizzle(self.width * DTYPE_BYTES[self.dtype], self.page_size)
         return self
@@ -63,6 +70,11 @@ class Params(FamilyParams):
     def width(self) -> int:
         """Values of a cache row."""
         return self.latent + self.rope
+
+    @property
+    def kv_columns(self) -> int:
+        """Values of a row of kv."""
+        return self.kv_width or self.kv_offset + self.width
 
     @property
     def unit(self) -> int:
@@ -81,7 +93,7 @@ def contract(p: Params, target: Target) -> Contract:
     return Contract(
         family="mla_prepare",
         arguments=(
-            Argument("kv", p.projected, ("T", p.width), doc="the kv projection: latent, then the key's rotary part"),
+            Argument("kv", p.projected, ("T", p.kv_columns), doc="the kv projection: latent, then the key's rotary part"),
             Argument("kv_norm", p.dtype, (p.latent,), doc="weights of the latent's norm"),
             Argument("queries", p.projected, ("T", p.heads, p.nope + p.rope), doc="the query projection; nope first"),
             Argument("cosines", "f32", ("N", half), doc="`kdgen.rope.rope_table`"),
@@ -110,6 +122,7 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
     return {
         "threads": THREADS,
         "width": p.width,
+        "kv_columns": p.kv_columns,
         "unit": p.unit,
         "latent_units": p.latent // p.unit,
         "thread_units": ceil_div(p.latent // p.unit, THREADS),
@@ -145,7 +158,8 @@ def turned(p: Params, values: npt.NDArray[np.float32], cosines: npt.NDArray[Any]
 
 def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     """Both outputs from the definition, in the stated order; exact."""
-    kv, queries = inputs["kv"].astype(np.float32), inputs["queries"].astype(np.float32)
+    kv = inputs["kv"][:, p.kv_offset : p.kv_offset + p.width].astype(np.float32)
+    queries = inputs["queries"].astype(np.float32)
     cosines, sines = inputs["cosines"][inputs["positions"]], inputs["sines"][inputs["positions"]]
     real = inputs["slots"] >= 0
     entries = np.concatenate([normed(p, kv[:, : p.latent], inputs["kv_norm"]), turned(p, kv[:, p.latent :], cosines, sines)], axis=1)
@@ -158,6 +172,13 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
         real[:, None, None], turned(p, queries[:, :, p.nope :], cosines[:, None], sines[:, None]), numpy_dtype(p.dtype).type(0)
     )
     return {"cache": swizzled(plain) if p.swizzle else plain, "q": q}
+
+
+def random_kv(p: Params, rng: np.random.Generator, rows: int, size: npt.NDArray[np.floating[Any]] | float = 1.0) -> npt.NDArray[Any]:
+    """Rows of kv; values that are not the latent's or the key's are NaN."""
+    kv = np.full((rows, p.kv_columns), np.nan)
+    kv[:, p.kv_offset : p.kv_offset + p.width] = rng.normal(size=(rows, p.width)) * size
+    return kv.astype(numpy_dtype(p.projected))
 
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
@@ -185,7 +206,7 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
         yield Case(
             f"T = {rows}",
             {
-                "kv": (rng.normal(size=(rows, p.width)) * size).astype(numpy_dtype(p.projected)),
+                "kv": random_kv(p, rng, rows, size),
                 "kv_norm": rng.normal(1, 0.2, size=p.latent).astype(numpy_dtype(p.dtype)),
                 "queries": (rng.normal(size=(rows, p.heads, p.nope + p.rope)) * size[:, :, None]).astype(numpy_dtype(p.projected)),
                 "cosines": np.cos(angles).astype(np.float32),
@@ -208,7 +229,7 @@ def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
         table = np.zeros((1, p.max_pages), np.int32)
         table[0, :pages] = np.arange(pages)
         places = np.arange(start, start + rows, dtype=np.int32)
-        kv = rng.normal(size=(rows, p.width)).astype(numpy_dtype(p.projected))
+        kv = random_kv(p, rng, rows)
         queries = rng.normal(size=(rows, p.heads, p.nope + p.rope)).astype(numpy_dtype(p.projected))
         inputs = {
             "kv": kv, "kv_norm": np.ones(p.latent, numpy_dtype(p.dtype)), "queries": queries,
@@ -217,7 +238,7 @@ def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
             "cache": np.zeros((pages, p.page_size, p.width), numpy_dtype(p.dtype)),
             "q": np.zeros((rows, p.heads, p.width), numpy_dtype(p.dtype)),
         }  # fmt: skip
-        moved = 2 * kv.nbytes + 2 * rows * p.heads * p.rope * DTYPE_BYTES[p.dtype]
+        moved = 2 * rows * p.width * DTYPE_BYTES[p.projected] + 2 * rows * p.heads * p.rope * DTYPE_BYTES[p.dtype]
         yield Workload(f"T = {rows}", inputs, moved_bytes=moved)
 
 

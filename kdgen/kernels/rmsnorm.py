@@ -50,6 +50,8 @@ class Params(FamilyParams):
     residual: Annotated[Literal["none", "bf16", "f32"], Field(description="type of the residual stream that x is added to")] = "none"
     weight: Annotated[FloatType, Field(description="type of the weight")] = "bf16"
     out: Annotated[FloatType, Field(description="type of the output; bf16 also rounds before the weight")] = "bf16"
+    x_width: Annotated[int, Field(ge=0, le=1 << 20, description="values of a row of x; 0: x_offset + hidden")] = 0
+    x_offset: Annotated[int, Field(ge=0, le=1 << 20, description="first of them that is normed")] = 0
     threads: Annotated[int, Field(ge=32, le=1024, multiple_of=32, description="most threads of a block; decides the order of the sum")] = (
         512
     )
@@ -61,6 +63,11 @@ class Params(FamilyParams):
                 f"hidden = {self.hidden} is not a multiple of {self.unit}: rows are read 16 bytes at a time (x {self.x}, "
                 f"residual {self.residual}, out {self.out})"
             )
+        for name, size in (("x_width", self.x_columns), ("x_offset", self.x_offset)):
+            if size % self.unit:
+                raise ValueError(f"{name} = {size} is not a multiple of {self.unit}: rows are read 16 bytes at a time")
+        if self.x_offset + self.hidden > self.x_columns:
+            raise ValueError(f"values {self.x_offset} … {self.x_offset + self.hidden - 1} of x do not fit x_width = {self.x_columns}")
         held = self.slots * self.unit
         if held > 32:
             raise ValueError(
@@ -72,6 +79,11 @@ class Params(FamilyParams):
     def unit(self) -> int:
         """Values that a thread takes at once: 16 bytes of the widest array that streams by."""
         return 16 // max(DTYPE_BYTES[dtype] for dtype in (self.x, self.residual, self.out) if dtype != "none")
+
+    @property
+    def x_columns(self) -> int:
+        """Values of a row of x."""
+        return self.x_width or self.x_offset + self.hidden
 
     @property
     def units(self) -> int:
@@ -101,7 +113,7 @@ def contract(p: Params, target: Target) -> Contract:
     return Contract(
         family="rmsnorm",
         arguments=(
-            Argument("x", p.x, row, doc="rows"),
+            Argument("x", p.x, ("T", p.x_columns), doc="rows"),
             *stream,
             Argument("weight", p.weight, (p.hidden,), doc="factor of each column"),
             Argument("out", p.out, row, "out", "normed rows"),
@@ -114,7 +126,7 @@ def contract(p: Params, target: Target) -> Contract:
 
 def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
     """Numbers of the template."""
-    return {"unit": p.unit, "units": p.units, "threads": p.block, "slots": p.slots, "warps": p.block // 32}
+    return {"x_columns": p.x_columns, "unit": p.unit, "units": p.units, "threads": p.block, "slots": p.slots, "warps": p.block // 32}
 
 
 def sum_of_squares(p: Params, rows: Floats) -> Floats:
@@ -144,7 +156,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     """Outputs by the definition, with the kernel's order of operations; exact."""
     result: dict[str, npt.NDArray[Any]] = {}
     with np.errstate(all="ignore"):  # rows that hold infinities and NaNs are rows too
-        v = inputs["x"].astype(np.float32)
+        v = inputs["x"][:, p.x_offset : p.x_offset + p.hidden].astype(np.float32)
         if p.residual != "none":
             result["residual"] = (inputs["residual"].astype(np.float32) + v).astype(numpy_dtype(p.residual))
             v = result["residual"].astype(np.float32)
@@ -155,8 +167,10 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
 
 
 def random_inputs(p: Params, rng: np.random.Generator, rows: int) -> dict[str, npt.NDArray[Any]]:
-    """Rows of the size that a residual stream has."""
-    inputs = {"x": rng.normal(size=(rows, p.hidden)).astype(numpy_dtype(p.x))}
+    """Rows of the size that a residual stream has; values of x that do not belong to them are NaN."""
+    x = np.full((rows, p.x_columns), np.nan, np.float32)
+    x[:, p.x_offset : p.x_offset + p.hidden] = rng.normal(size=(rows, p.hidden))
+    inputs = {"x": x.astype(numpy_dtype(p.x))}
     if p.residual != "none":
         inputs["residual"] = (8 * rng.normal(size=(rows, p.hidden))).astype(numpy_dtype(p.residual))
     inputs["weight"] = (1 + rng.normal(size=p.hidden) / 4).astype(numpy_dtype(p.weight))
@@ -176,11 +190,11 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
     yield Case("sizes from tiny to overflow", inputs)
     inputs = random_inputs(p, rng, count)
     for name in inputs.keys() - {"weight"}:
-        inputs[name][0] = 0
+        inputs[name][0] = np.where(np.isnan(inputs[name][0]), inputs[name][0], 0)
     yield Case("a row of zeros", inputs)
     inputs = random_inputs(p, rng, count)
     for row, value in zip(range(0, count, 2), (np.nan, np.inf, -np.inf), strict=False):
-        inputs["x"][row, rng.integers(p.hidden)] = value
+        inputs["x"][row, p.x_offset + rng.integers(p.hidden)] = value
     yield Case("NaN and infinity in some rows", inputs)
 
 
