@@ -46,7 +46,8 @@ def contract(p: Params, target: Target) -> Contract:
             Argument("depths", "i32", per_node, doc="node depths"),
             Argument("paths", "u8", ("S", nodes, tree_build.path_bytes(p.depth)), doc="node index at each depth up to the node itself"),
             Argument("counts", "i32", ("S",), doc="nodes, the root included"),
-            Argument("choices", "i32", per_node, doc="the target's token after each node"),
+            Argument("choices", "i32", ("S", "R"), doc="the target's token after each of the first R nodes; there are no others"),
+            Argument("choice_count", "i32", ("R",), "dimension", "nodes that the target has looked at"),
             Argument("starts", "i32", ("S",), doc="position of the root"),
             Argument("accepted", "i32", per_level, "out", "accepted nodes by depth, the root first; −1 beyond"),
             Argument("committed", "i32", per_level, "out", "their tokens; −1 beyond"),
@@ -54,7 +55,7 @@ def contract(p: Params, target: Target) -> Contract:
             Argument("next_roots", "i32", ("S",), "out", "the bonus token: the target's choice after the last accepted node"),
             Argument("next_starts", "i32", ("S",), "out", "start + acceptance length"),
         ),
-        capacities={"S": Capacity(1, p.sequences)},
+        capacities={"S": Capacity(1, p.sequences), "R": Capacity(1, nodes)},
         launches=(Launch("tree_accept", ("S", 1, 1), 32, shared(p, target).total),),
     )
 
@@ -73,7 +74,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
         out[name] = np.empty(sequences, np.int32)
     for s in range(sequences):
         agrees = [True]
-        for i in range(1, int(inputs["counts"][s])):
+        for i in range(1, min(int(inputs["counts"][s]), choices.shape[1])):
             parent = parents[s, i]
             agrees.append(bool(agrees[parent] and tokens[s, i] == choices[s, parent]))
         leaf = max(np.flatnonzero(agrees), key=lambda i: (depths[s, i], -i))
@@ -90,7 +91,7 @@ def reference(p: Params, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
 
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
-    """Trees of the builder with targets that follow a path to every depth, and with targets that agree nowhere."""
+    """Trees of the builder with targets that follow a path to every depth, that agree nowhere, and that have seen only part of it."""
     top_k = min(64, max(2, p.budget + 1))
     build = tree_build.Params(depth=p.depth, top_k=top_k, budget=p.budget, sequences=p.sequences)
     for name, follow, steps in (("follows a random path", 1.0, 0), ("leaves it now and then", 0.7, 2), ("agrees nowhere", 0.0, 0)):
@@ -113,15 +114,15 @@ def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
                 if rng.random() < follow:
                     choices[s, parent] = tree["tokens"][s, node]
                 node = parent
-        yield Case(
-            name,
-            {
-                **{key: tree[key] for key in ("tokens", "parents", "depths", "counts")},
-                "paths": tree["paths_out"],
-                "choices": choices,
-                "starts": inputs["starts"],
-            },
-        )
+        inputs = {
+            **{key: tree[key] for key in ("tokens", "parents", "depths", "counts")},
+            "paths": tree["paths_out"],
+            "choices": choices,
+            "starts": inputs["starts"],
+        }
+        yield Case(name, inputs)
+    few = max(1, (p.budget + 1) // 2)
+    yield Case("only the first nodes were looked at", {**inputs, "choices": np.ascontiguousarray(choices[:, :few])})
 
 
 def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:

@@ -60,6 +60,33 @@ class Array:
         """
         raise LaunchError(f"{type(self).__name__} cannot be written")
 
+    def part(self, first: int, shape: Sequence[int] | int) -> Array:
+        """Consecutive elements from number `first` on, as an array of `shape` that shares this one's memory and keeps it alive.
+
+        Raises:
+            LaunchError: they reach past the end.
+        """
+        extents = checked_shape(shape)
+        if first < 0 or first + math.prod(extents) > self.size:
+            raise LaunchError(f"elements {first} … {first + math.prod(extents) - 1} of {self!r}, which has {self.size}")
+        return self._part(first, extents)
+
+    def _part(self, first: int, shape: Shape) -> Array:
+        raise LaunchError(f"{type(self).__name__} has no parts")
+
+    def __getitem__(self, index: int) -> Array:
+        """The `index`-th entry along the first axis, sharing memory."""
+        count = len(self)
+        if not 0 <= index < count:
+            raise IndexError(f"index {index} of an array with {count} entries")
+        return self.part(index * (self.size // count), self.shape[1:])
+
+    def reshape(self, *shape: int) -> Array:
+        """All elements in another shape, sharing memory."""
+        if math.prod(shape) != self.size:
+            raise LaunchError(f"{self!r} cannot be given the shape {list(shape)}")
+        return self.part(0, shape)
+
     def source(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
         """`values` as what `copy_from` takes: contiguous and of this shape and dtype; LaunchError otherwise."""
         found = np.require(np.asarray(values), requirements="C")

@@ -56,6 +56,9 @@ class CudaArray(Array):
         """First contents of a fresh array: nothing can be using it, so nothing is waited for."""
         self._copy("writing", driver.cuMemcpyHtoDAsync, self.pointer, source.ctypes.data, self._device.copies)
 
+    def _part(self, first: int, shape: Shape) -> CudaArray:
+        return CudaPart(self, first, shape)
+
     @property
     def _device(self) -> CudaDevice:
         return cast("CudaDevice", self.device)
@@ -100,3 +103,15 @@ class CudaArray(Array):
         if stream != -1:
             self._device.synchronize()
         return lend(self, self.__dlpack_device__(), versioned=max_version is not None and max_version[0] >= 1)
+
+
+class CudaPart(CudaArray):
+    """Part of an array in a GPU's memory."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: CudaArray, first: int, shape: Shape):
+        address = whole.pointer + first * numpy_dtype(whole.dtype).itemsize
+        Array.__init__(self, whole.device, shape, whole.dtype, address)
+        self._free = None
+        self._whole = whole

@@ -53,6 +53,9 @@ class HostArray(Array):
         """Overwrite the contents with a numpy array of the same shape and dtype."""
         self._values[...] = self.source(values)
 
+    def _part(self, first: int, shape: Shape) -> HostArray:
+        return HostPart(self, first, shape)
+
     def restore_zones(self) -> None:
         """Put the pattern into both red zones."""
         self._before[:] = _PATTERN
@@ -99,3 +102,14 @@ class HostArray(Array):
         if dl_device not in (None, (CPU, 0)) or copy:
             raise BufferError("a host array is lent where it lies, without a copy")
         return lend(self, (CPU, 0), versioned=max_version is not None and max_version[0] >= 1)
+
+
+class HostPart(HostArray):
+    """Part of an array in the CPU's memory; its red zones are those of the whole."""
+
+    __slots__ = ()
+
+    def __init__(self, whole: HostArray, first: int, shape: Shape):
+        self._memory, self._before, self._after = whole._memory, whole._before, whole._after
+        self._values = whole._values.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+        Array.__init__(self, whole.device, shape, whole.dtype, whole.pointer + first * self._values.itemsize)

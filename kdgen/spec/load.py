@@ -1,6 +1,6 @@
 """From a YAML file to a validated `Spec`, with every fault of the file reported at once.
 
-The order: read YAML with line marks, apply `--set`, evaluate `${…}`, validate the file and each kernel's parameters, check the rules
+The order: read YAML with line marks, merge the file it builds on, apply `--set`, evaluate `${…}`, validate the file and each kernel's parameters, check the rules
 between values, ask every family whether its kernel fits every target. A value that is reported once is passed over afterwards.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from kdgen.errors import Fault, SpecError
 from kdgen.kernels import families
+from kdgen.spec.base import include_base
 from kdgen.spec.checks import check_engine, check_targets
 from kdgen.spec.derive import derive
 from kdgen.spec.document import Document, Path, dotted
@@ -40,6 +41,9 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
     document = read_document(os.fspath(path))
     if document.is_suspect(()):
         raise SpecError(document.faults)
+    include_base(document)
+    if document.is_suspect(()):
+        raise SpecError(_ordered(document.faults))
     apply_overrides(document, overrides)
     kind = document.data.get("kind")
     if not isinstance(kind, str) or kind not in FILES:

@@ -120,6 +120,14 @@ class Cache(Strict):
     dtype: Literal["bf16", "f32"] = "bf16"
 
 
+class Types(Strict):
+    """Types of values on their way through the model; accumulation and the residual stream are always f32."""
+
+    activations: Annotated[Literal["bf16", "f32"], Field(description="of activations, latents and logits' inputs")] = "bf16"
+    weights: Annotated[Literal["bf16", "f32"], Field(description="of all weights but the routed experts'")] = "bf16"
+    experts: Annotated[Literal["int4", "bf16", "f32"], Field(description="of the routed experts' weights")] = "int4"
+
+
 class KernelEntry(Strict):
     """One kernel of an engine spec; `params` is checked by the family's own model."""
 
@@ -128,9 +136,16 @@ class KernelEntry(Strict):
     allow_spill: Annotated[bool, Field(description="accept a kernel that spills registers to memory")] = False
 
 
+#: Of both kinds of file; `kdgen.spec.base` takes it out before a file is validated.
+Base = Annotated[
+    str | None, Field(max_length=1000, description="spec file, from this file's directory, whose values this one inherits and replaces")
+]
+
+
 class KernelFile(KernelEntry):
     """A kernel spec: one kernel."""
 
+    base: Base = None
     kind: Literal["kernel"]
     name: Name
     description: Description = ""
@@ -146,11 +161,13 @@ class EngineSpec(Strict):
     tree: Tree
     draft: Draft
     cache: Cache
+    types: Types = Types()
 
 
 class EngineFile(EngineSpec):
     """An engine spec: a model, how it is decoded, and its kernels."""
 
+    base: Base = None
     kind: Literal["engine"]
     name: Name
     targets: Targets
@@ -162,4 +179,4 @@ class EngineFile(EngineSpec):
 
 FILES: dict[str, type[KernelFile] | type[EngineFile]] = {"kernel": KernelFile, "engine": EngineFile}
 #: Keys that name things or choose models: they are read as written, an expression means nothing there.
-PLAIN_KEYS = frozenset({"kind", "name", "description", "family", "targets"})
+PLAIN_KEYS = frozenset({"kind", "base", "name", "description", "family", "targets"})

@@ -35,6 +35,9 @@ def json_schema(kind: Literal["kernel", "engine"] | str) -> dict[str, Any]:
         "title": f"kdgen {kind} spec",
         **{key: value for key, value in base.items() if key != "title"},
     }
+    # What a file inherits need not stand in it.
+    rule = {"if": {"required": ["base"]}, "then": {"required": ["kind", "name"]}, "else": {"required": schema.pop("required")}}
+    schema["allOf"] = [*schema.get("allOf", ()), rule]
     for name, node in list(definitions.items()):
         definitions[name] = _admit_expressions(node)
     schema = dict(_admit_expressions(schema))
