@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kdgen.runtime.call import BoundCall
 from kdgen.runtime.device import Device
+
+#: Seconds of rest before a timing.
+PAUSE = 0.1
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Timing:
         median, low, high: over replays; low and high are the 10th and 90th percentile.
         launches: in the graph.
         replays: timed.
+        sustained: median after some seconds of load, when the GPU is warm and its clocks have settled; None when not asked for.
     """
 
     median: float
@@ -28,25 +32,49 @@ class Timing:
     high: float
     launches: int
     replays: int
+    sustained: float | None = None
 
 
-def time_calls(device: Device, calls: Sequence[BoundCall], launches: int, replays: int) -> Timing:
-    """Time `launches` launches that take turns through `calls`, as one graph replayed `replays` times after two for warming up."""
+class Launchable(Protocol):
+    """A bound call, or several that belong together."""
+
+    def launch(self, stream: Any) -> None:
+        """Launch on `stream`."""
+
+
+def time_calls(device: Device, calls: Sequence[Launchable], launches: int, replays: int, sustained: float = 0.0) -> Timing:
+    """Time `launches` launches that take turns through `calls`, as one graph that is replayed.
+
+    A pause and two replays for warming up come first, so that the figure is a cool GPU's, whatever ran before.
+
+    Args:
+        device: where the calls run.
+        calls: they take turns.
+        launches: in the graph.
+        replays: timed.
+        sustained: seconds of load after that, of whose second half the median is kept too; 0: none.
+    """
     stream: Any = device.stream()
     with device.capture(stream) as graph:
         for i in range(launches):
             calls[i % len(calls)].launch(stream)
-    times = []
-    for _ in range(replays + 2):
+
+    def replay() -> float:
         before = stream.record()
         graph.launch(stream)
         after = stream.record()
         after.synchronize()
-        times.append(after.elapsed_ms(before) * 1e3 / launches)
-    return summary(np.array(times[2:]), launches)
+        return float(after.elapsed_ms(before)) * 1e3 / launches
+
+    time.sleep(PAUSE)
+    times = [replay() for _ in range(replays + 2)][2:]
+    load: list[float] = []
+    while sum(load) * launches < sustained * 1e6:
+        load.append(replay())
+    return summary(np.array(times), launches, float(np.median(load[len(load) // 2 :])) if load else None)
 
 
-def summary(times: npt.NDArray[np.float64], launches: int) -> Timing:
+def summary(times: npt.NDArray[np.float64], launches: int, sustained: float | None = None) -> Timing:
     """Of the times of one launch, in microseconds, one per replay."""
     low, high = np.percentile(times, [10, 90])
-    return Timing(float(np.median(times)), float(low), float(high), launches, len(times))
+    return Timing(float(np.median(times)), float(low), float(high), launches, len(times), sustained)

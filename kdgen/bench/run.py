@@ -13,9 +13,10 @@ import numpy as np
 
 from kdgen.bench.ceilings import Ceilings, ceiling_kernels, measure_ceilings
 from kdgen.bench.measure import Timing, time_calls
+from kdgen.bench.moe_layer import MoeLayer
 from kdgen.bench.peers import Peer, peers_of, time_peer
 from kdgen.errors import UsageError
-from kdgen.kernels.base import Workload
+from kdgen.kernels.base import Arrays, Workload
 from kdgen.runtime import Kernel, load, open_device
 from kdgen.runtime.call import BoundCall
 from kdgen.runtime.device import Device
@@ -93,18 +94,36 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._directory.cleanup()
 
-    def results(self, launches: int = 200, replays: int = 21, only: str = "") -> Iterator[Result]:
-        """Time every workload whose name matches the regular expression `only`; yields results as they come."""
+    def results(self, launches: int = 200, replays: int = 21, only: str = "", sustained: float = 0.0) -> Iterator[Result]:
+        """Time every workload whose name matches the regular expression `only`; yields results as they come.
+
+        Args:
+            launches, replays, sustained: as in `kdgen.bench.measure.time_calls`.
+            only: matched against `KERNEL WORKLOAD`.
+        """
         for spec in self.spec.kernels:
             for workload in spec.family.workloads(spec.params, np.random.default_rng(self.seed)):
                 if not re.search(only, f"{spec.name} {workload.name}"):
                     continue
                 calls = self._calls(self._kit[spec.name], workload)
-                yield self._result(spec.name, workload, time_calls(self.device, calls, max(launches, len(calls)), replays))
+                yield self._result(spec.name, workload, time_calls(self.device, calls, max(launches, len(calls)), replays, sustained))
                 for peer in peers_of(spec.family.name):
                     timing = self._time_peer(peer, spec, workload, launches, replays)
                     if timing:
                         yield self._result(peer.name, workload, timing)
+
+        yield from self._layers(launches, replays, only, sustained)
+
+    def _layers(self, launches: int, replays: int, only: str, sustained: float) -> Iterator[Result]:
+        """Chains of the spec's kernels: what a layer's kernels take when one follows the other."""
+        layer = MoeLayer.of(self.spec)
+        if layer is None or not any(re.search(only, f"{name} {size}") for name, size in layer.names()):
+            return
+        for chain in layer.chains(self._kit, self.device, np.random.default_rng(self.seed)):
+            if re.search(only, f"{chain.name} {chain.workload}"):
+                workload = Workload(chain.workload, {}, moved_bytes=chain.moved_bytes, flops=chain.flops)
+                timing = time_calls(self.device, chain.turns, max(launches, len(chain.turns)), replays, sustained)
+                yield self._result(chain.name, workload, timing)
 
     def _result(self, name: str, workload: Workload, timing: Timing) -> Result:
         seconds = timing.median * 1e-6
@@ -123,18 +142,23 @@ class Bench:
             return None
 
     def _calls(self, kernel: Kernel, workload: Workload) -> list[BoundCall]:
-        """The workload's call, or for a cold one as many calls on copies of its inputs as push each other out of the L2 cache.
+        """The workload's call, its turns, or for a cold one as many calls on copies of its inputs as push each other out of the L2 cache.
 
         The calls share outputs and workspaces, as the layers of a model do.
         """
-        copies = _copies(workload)
         scalars = {argument.name for argument in kernel.contract.arguments if argument.role == "scalar"}
-        calls = []
-        shared = kernel.allocate(**{**workload.dimensions, **bound(kernel, workload)})
-        for _ in range(copies):
-            arrays = {name: value.item() if name in scalars else self.device.array(value) for name, value in workload.inputs.items()}
-            calls.append(kernel.bind(**arrays, **shared, dims=dict(workload.dimensions)))
-        return calls
+
+        def placed(inputs: Arrays) -> dict[str, Any]:
+            return {name: value.item() if name in scalars else self.device.array(value) for name, value in inputs.items()}
+
+        outputs = kernel.allocate(**{**workload.dimensions, **bound(kernel, workload)})
+        if workload.turns:
+            own = set().union(*workload.turns)
+            shared = placed({name: value for name, value in workload.inputs.items() if name not in own})
+            every = [{**shared, **placed(turn)} for turn in workload.turns]
+        else:
+            every = [placed(workload.inputs) for _ in range(_copies(workload))]
+        return [kernel.bind(**arrays, **outputs, dims=dict(workload.dimensions)) for arrays in every]
 
 
 def _copies(workload: Workload) -> int:

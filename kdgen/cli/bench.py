@@ -18,6 +18,9 @@ def bench(
     launches: Annotated[int, typer.Option("--launches", min=1, max=10_000, help="Launches in the graph that is replayed.")] = 200,
     replays: Annotated[int, typer.Option("--replays", min=3, max=10_000, help="Replays; the median is reported.")] = 21,
     only: Annotated[str, typer.Option("--only", metavar="REGEX", help="Time only the workloads that match `KERNEL WORKLOAD`.")] = "",
+    sustained: Annotated[
+        float, typer.Option("--sustained", metavar="SECONDS", min=0.0, max=600.0, help="Also time under load of so many seconds.")
+    ] = 0.0,
     overrides: SetOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -32,7 +35,7 @@ def bench(
     from kdgen.spec import load_spec
 
     with Bench(load_spec(str(spec), overrides or ()), device, seed) as run:
-        results = list(run.results(launches, replays, only))
+        results = list(run.results(launches, replays, only, sustained))
     if json:
         ceilings = {"read": run.ceilings.read, "mma": run.ceilings.mma}
         document = {"spec": run.spec.name, "target": run.target.name, "ceilings": ceilings, "results": [r.to_json() for r in results]}
@@ -44,10 +47,11 @@ def bench(
             r.kernel, r.workload, f"{r.timing.median:.2f}", f"{r.timing.low:.2f}-{r.timing.high:.2f}",
             f"{r.bandwidth / 1e9:,.0f} ({r.read_share:.0%})" if r.bandwidth else "",
             f"{r.rate / 1e12:,.1f} ({r.mma_share:.0%})" if r.rate else "",
+            *([f"{r.timing.sustained:.2f}" if r.timing.sustained else ""] if sustained else []),
         ]
         for r in results
     ]  # fmt: skip
-    right = ("µs", "10-90 %", "GB/s (of read)", "TFLOP/s (of mma)")
+    right = ("µs", "10-90 %", "GB/s (of read)", "TFLOP/s (of mma)", *(["sustained µs"] if sustained else []))
     print_table("", ("kernel", "workload", *right), rows, right=right)
     if run.absent:
         print(f"not installed: {', '.join(run.absent)}")

@@ -102,6 +102,8 @@ class Workload:
         moved_bytes: bytes that must be read and written at least; 0 when latency, not bandwidth, is the limit.
         flops: arithmetic operations, a multiply-add counting two; 0 when they do not matter.
         cold: the inputs come from memory in the engine, so copies of them are rotated out of the L2 cache.
+        turns: inputs of calls that take turns, for workloads whose values decide what is read (routings): each replaces some of
+            `inputs`, the others are shared. `moved_bytes` and `flops` are means over the turns.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Workload:
     moved_bytes: int = 0
     flops: int = 0
     cold: bool = False
+    turns: tuple[Arrays, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ from kdgen.weights.int4 import Int4Weight
 #: Columns of K that are multiplied at a time.
 STEP = 64
 
+#: Routings of a workload, and how uneven the uneven ones are: with 384 experts and top-8 the most popular one is in half of the rows.
+TURNS = 24
+SKEW = 0.8
+
 #: Most steps of a part: its loop is unrolled.
 MOST_STEPS = 16
 
@@ -59,6 +63,9 @@ class Launching(FamilyParams):
     row_tile: Annotated[Literal[8, 16, 32], Field(description="rows of an expert that share one reading of its weights")] = 8
     wide: Annotated[bool, Field(description="a warp per part instead of one per slice: more copies in flight when units are few")] = False
     stages: Annotated[int, Field(ge=2, le=8, description="steps of a warp's ring in shared memory")] = 4
+    resident: Annotated[bool, Field(description="x of a tile is fetched once for all slabs of a warp's run; needs slices · parts = 1")] = (
+        False
+    )
 
 
 class Params(FamilyParams):
@@ -79,6 +86,9 @@ class Params(FamilyParams):
     launches: Annotated[tuple[Launching, ...], Field(min_length=1, max_length=8, description="by T, ascending", strict=False)] = (
         Launching(rows=65536),
     )
+    early: Annotated[
+        bool, Field(description="read plan and weights before the launch just before has ended: it may write x, but neither of them")
+    ] = False
     blocks: Annotated[int, Field(ge=0, le=65535, description="blocks of a launch; 0: as many as the target's multiprocessors hold")] = 0
 
     @model_validator(mode="after")
@@ -106,6 +116,8 @@ class Params(FamilyParams):
                 raise ValueError(f"stages = {item.stages} is more than the {self.part_steps} steps of a part")
             if item.wide and cuts > 16:
                 raise ValueError(f"wide needs a warp for each of the {cuts} parts; a block has at most 16")
+            if item.resident and cuts > 1:
+                raise ValueError(f"resident needs slices · parts = 1; got {cuts}")
             if item.row_tile > 8 and not self.matrix:
                 raise ValueError(f"row_tile = {item.row_tile} needs bf16 rows; allowed for f32: 8")
         if before < self.rows:
@@ -170,15 +182,15 @@ def weight_bytes(p: Params) -> int:
 
 
 def slot_bytes(p: Params, item: Launching) -> int:
-    """Bytes of a step in the ring: weights, then the rows' part of x."""
-    return weight_bytes(p) + item.row_tile * STEP * DTYPE_BYTES[p.x_dtype]
+    """Bytes of a step in the ring: weights, then the rows' part of x unless that is resident."""
+    return weight_bytes(p) + (0 if item.resident else item.row_tile * STEP * DTYPE_BYTES[p.x_dtype])
 
 
 def regions(p: Params, item: Launching) -> dict[str, int]:
     """Bytes of the regions in shared memory that a launch needs."""
     warps, team = warps_of(p, item), team_of(p, item)
     return {
-        "ring": warps * item.stages * slot_bytes(p, item),
+        "ring": warps * (item.stages * slot_bytes(p, item) + item.resident * item.row_tile * p.k * DTYPE_BYTES[p.x_dtype]),
         "exchange": buffers_of(p, item) * warps * item.row_tile * 128 if team > 1 else 0,
     }
 
@@ -283,6 +295,7 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
         "entry_warps": tuple(warps_of(p, item) for item in used),
         "entry_stages": tuple(item.stages for item in used),
         "entry_buffers": tuple(buffers_of(p, item) for item in used),
+        "entry_resident": tuple(item.resident for item in used),
         "entry_blocks": tuple(blocks_per_sm(p, target, item) for item in used),
     }
 
@@ -378,9 +391,11 @@ def make_inputs(p: Params, rng: np.random.Generator, ids: npt.NDArray[np.int32],
     }
 
 
-def random_choices(p: Params, rng: np.random.Generator, rows: int, experts: int) -> npt.NDArray[np.int32]:
-    """Distinct experts per row `[rows, top_k]`, uniformly."""
-    return np.stack([rng.permutation(experts)[: p.top_k] for _ in range(rows)]).astype(np.int32)
+def random_choices(p: Params, rng: np.random.Generator, rows: int, experts: int, skew: float = 0.0) -> npt.NDArray[np.int32]:
+    """Distinct experts per row `[rows, top_k]`; the i-th most popular is drawn with weight (i + 1)^−skew."""
+    popularity = -skew * np.log1p(rng.permutation(experts))
+    keys = popularity + rng.gumbel(size=(rows, experts))
+    return np.argsort(-keys, axis=1)[:, : p.top_k].astype(np.int32)
 
 
 def cases(p: Params, rng: np.random.Generator) -> Iterator[Case]:
@@ -416,13 +431,18 @@ def moved_bytes(p: Params, inputs: Arrays) -> int:
 
 
 def workloads(p: Params, rng: np.random.Generator) -> Iterator[Workload]:
-    """Rows routed uniformly over all experts, weights from memory."""
+    """Rows routed evenly and unevenly over all experts, another routing with every turn, so that weights come from memory."""
     few = random_weights(p, rng, min(p.experts, 8))
     weights = np.concatenate([few] * -(-p.experts // len(few)))[: p.experts]
-    for rows in (t for t in (1, 4, 8, 16, 32, 64, 512) if t <= p.rows):
-        inputs = make_inputs(p, rng, random_choices(p, rng, rows, p.experts), weights)
-        flops = 2 * rows * p.top_k * p.weight_rows * p.k
-        yield Workload(f"T = {rows}", inputs, moved_bytes=moved_bytes(p, inputs), flops=flops, cold=True)
+    for rows, skew in ((t, skew) for skew in (0.0, SKEW) for t in (1, 4, 8, 16, 32, 64, 512) if t <= p.rows and (t in (8, 64) or not skew)):
+        every = [make_inputs(p, rng, random_choices(p, rng, rows, p.experts, skew), weights) for _ in range(TURNS)]
+        yield Workload(
+            f"T = {rows}" + (", skewed" if skew else ""),
+            every[0],
+            moved_bytes=sum(moved_bytes(p, inputs) for inputs in every) // TURNS,
+            flops=2 * rows * p.top_k * p.weight_rows * p.k,
+            turns=tuple({name: value for name, value in inputs.items() if name not in ("w", "out")} for inputs in every),
+        )
 
 
 FAMILY = Family(

@@ -7,10 +7,14 @@ import pytest
 
 from kdgen import cli
 from kdgen.bench.ceilings import ceiling_kernels
+from kdgen.bench.moe_layer import MoeLayer
 from kdgen.bench.run import COLD_BYTES, Bench
+from kdgen.build import build_spec
 from kdgen.errors import UsageError
 from kdgen.kernels import families
+from kdgen.runtime import load, open_device
 from kdgen.spec import Spec, load_spec
+from kdgen.targets import get_target
 
 ROOT = Path(__file__).parents[2]
 PROBE = str(ROOT / "specs" / "kernels" / "gemm_probe.yaml")
@@ -62,3 +66,24 @@ def test_the_command_times_every_workload(capsys):
         assert 0 < timing["low"] <= timing["median"] <= timing["high"]
         assert 0 < result["read_share"] < 1.1
         assert timing["launches"] >= COLD_BYTES // (2048 * 4096 * 2 + 64 * 4096 * 2) // 3
+
+
+def test_the_moe_layer_of_an_engine_is_a_chain_of_its_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr("kdgen.kernels.moe_gemm.TURNS", 2)
+    monkeypatch.setattr("kdgen.bench.moe_layer.ROWS", (1, 4))
+    spec = load_spec(ROOT / "specs" / "engines" / "tiny.yaml")
+    layer = MoeLayer.of(spec)
+    assert set(layer.parts) == {"gate_up", "down", "combine", "plan", "route"}
+    kernels = Spec.of("moe", *layer.parts.values())
+    build_spec(kernels, [get_target("host")], tmp_path)
+    device = open_device("host")
+    chains = list(layer.chains(load(tmp_path / "moe" / "host", device), device, np.random.default_rng(0)))
+    assert [(chain.name, chain.workload) for chain in chains] == [(name, size) for size in ("T = 1", "T = 4") for name in layer.both]
+    for chain in chains:
+        assert [len(turn.calls) for turn in chain.turns] == [3 if chain.name == "moe layer" else 5] * 2
+        for turn in chain.turns:
+            turn.launch(None)
+
+
+def test_a_spec_without_experts_has_no_moe_layer():
+    assert MoeLayer.of(load_spec(PROBE)) is None

@@ -248,5 +248,5 @@ def test_shipped_specs_render(path):
 def test_no_template_has_a_generic_lambda():
     """NVRTC 13.0, the oldest that is allowed, takes a lambda's call operator for a host function when it is a template."""
     generic = re.compile(r"\[[^\[\]]*\]\s*\([^()]*\bauto\b[^()]*\)")
-    found = [path.name for path in data_dir("templates").rglob("*.j2") if generic.search(path.read_text(encoding="utf-8"))]
+    found = [path.name for path in (data_dir() / "templates").rglob("*.j2") if generic.search(path.read_text(encoding="utf-8"))]
     assert found == []
