@@ -57,7 +57,9 @@ def _merged(document: Document, base: Document, path: Path, inherited: dict[str,
         here = (*path, key)
         if key not in own:
             result[key] = value
-            document.labels[here] = base.labels.get(here) or f"{base.file}:{base.line_of(here)}: {dotted(here)}"
+            for place in [here, *(mark for mark in base.marks if mark[: len(here)] == here), *base.labels]:
+                if place[: len(here)] == here:
+                    document.labels[place] = base.labels.get(place) or f"{base.file}:{base.line_of(place)}: {dotted(place)}"
         elif isinstance(value, dict) and isinstance(own[key], dict):
             result[key] = _merged(document, base, here, value, own[key])
         elif own[key] is not None or path != ("kernels",):

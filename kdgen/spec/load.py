@@ -1,7 +1,8 @@
 """From a YAML file to a validated `Spec`, with every fault of the file reported at once.
 
-The order: read YAML with line marks, merge the file it builds on, apply `--set`, evaluate `${…}`, validate the file and each kernel's parameters, check the rules
-between values, ask every family whether its kernel fits every target. A value that is reported once is passed over afterwards.
+The order: read YAML with line marks, merge the file it builds on, apply `--set`, evaluate `${…}`, validate the file and each kernel's
+parameters, check the rules between values, ask every family whether its kernel fits every target. A value that is reported once is
+passed over afterwards.
 """
 
 from __future__ import annotations
