@@ -61,6 +61,7 @@ class Bench:
         seed: of the workloads.
 
     Attributes:
+        kit: the spec's kernels, and those that measure ceilings.
         ceilings: measured on entry.
         absent: peers whose wheels are not installed.
         refused: peers that could not be timed, to the reason.
@@ -79,7 +80,7 @@ class Bench:
         self.absent: dict[str, None] = {}
         self.refused: dict[str, str] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="kdgen-bench-")
-        self._kit: Mapping[str, Kernel] = {}
+        self.kit: Mapping[str, Kernel] = {}
 
     def __enter__(self) -> Bench:
         from kdgen.build import build_spec
@@ -87,8 +88,8 @@ class Bench:
         spec = Spec.of(self.spec.name, *self.spec.kernels, *ceiling_kernels())
         out = Path(self._directory.name)
         build_spec(spec, [self.target], out)
-        self._kit = load(out / spec.name / self.target.name, self.device)
-        self.ceilings = measure_ceilings(self._kit, self.device, self.target.sms)
+        self.kit = load(out / spec.name / self.target.name, self.device)
+        self.ceilings = measure_ceilings(self.kit, self.device, self.target.sms)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,7 +106,7 @@ class Bench:
             for workload in spec.family.workloads(spec.params, np.random.default_rng(self.seed)):
                 if not re.search(only, f"{spec.name} {workload.name}"):
                     continue
-                calls = self._calls(self._kit[spec.name], workload)
+                calls = self._calls(self.kit[spec.name], workload)
                 yield self._result(spec.name, workload, time_calls(self.device, calls, max(launches, len(calls)), replays, sustained))
                 for peer in peers_of(spec.family.name):
                     timing = self._time_peer(peer, spec, workload, launches, replays)
@@ -119,7 +120,7 @@ class Bench:
         layer = MoeLayer.of(self.spec)
         if layer is None or not any(re.search(only, f"{name} {size}") for name, size in layer.names()):
             return
-        for chain in layer.chains(self._kit, self.device, np.random.default_rng(self.seed)):
+        for chain in layer.chains(self.kit, self.device, np.random.default_rng(self.seed)):
             if re.search(only, f"{chain.name} {chain.workload}"):
                 workload = Workload(chain.workload, {}, moved_bytes=chain.moved_bytes, flops=chain.flops)
                 timing = time_calls(self.device, chain.turns, max(launches, len(chain.turns)), replays, sustained)

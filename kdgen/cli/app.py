@@ -9,10 +9,12 @@ import typer
 from kdgen.cli.bench import bench
 from kdgen.cli.build import build
 from kdgen.cli.clean import clean
+from kdgen.cli.decode import bundle, decode
 from kdgen.cli.diff import diff
 from kdgen.cli.doctor import doctor
 from kdgen.cli.inspect import inspect
 from kdgen.cli.render import render, schema
+from kdgen.cli.sweep import app as sweep
 from kdgen.cli.verify import tree, verify
 from kdgen.kdtr.cli import app as kdtr
 
@@ -51,8 +53,9 @@ def options(
     """
 
 
-for function in (build, render, inspect, verify, bench, tree, diff, schema, doctor, clean):
+for function in (build, render, inspect, verify, bench, bundle, decode, tree, diff, schema, doctor, clean):
     app.command()(function)
+app.add_typer(sweep, name="sweep")
 app.add_typer(kdtr, name="kdtr", help="Look into KDTR tensor files.")
 
 

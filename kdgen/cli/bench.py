@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kdgen.cli.build import SetOption, SpecPath
 from kdgen.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from kdgen.spec import Spec
 
 
 def bench(
@@ -21,6 +25,10 @@ def bench(
     sustained: Annotated[
         float, typer.Option("--sustained", metavar="SECONDS", min=0.0, max=600.0, help="Also time under load of so many seconds.")
     ] = 0.0,
+    step: Annotated[
+        str, typer.Option("--step", metavar="ROWS", help="Of an engine spec: a rank's whole forward of so many rows, as 1,8,16,32.")
+    ] = "",
+    context: Annotated[int, typer.Option("--context", min=0, max=1 << 20, help="Tokens before the rows of --step.")] = 8192,
     overrides: SetOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -34,6 +42,9 @@ def bench(
     from kdgen.bench.run import Bench
     from kdgen.spec import load_spec
 
+    if step:
+        _step(load_spec(str(spec), overrides or ()), device, seed, step, context, replays, json)
+        return
     with Bench(load_spec(str(spec), overrides or ()), device, seed) as run:
         results = list(run.results(launches, replays, only, sustained))
     if json:
@@ -57,3 +68,37 @@ def bench(
         print(f"not installed: {', '.join(run.absent)}")
     for name, reason in run.refused.items():
         print(f"not timed: {name}, {reason}")
+
+
+def _step(spec: Spec, device: str, seed: int, rows: str, context: int, replays: int, json: bool) -> None:
+    """A rank's forward: its share of the read ceiling, and the kernels that take longest."""
+    import numpy as np
+
+    from kdgen.bench.run import Bench
+    from kdgen.bench.step import StepBench
+    from kdgen.errors import UsageError
+
+    try:
+        sizes = tuple(int(count) for count in rows.split(","))
+    except ValueError as error:
+        raise UsageError(f"--step {rows}: give numbers of rows, as 1,8,16,32") from error
+    with Bench(spec, device, seed) as run:
+        made = StepBench(run.kit, spec, run.device, context, np.random.default_rng(seed))
+        steps = list(made.steps(sizes, 1, replays))
+    read = run.ceilings.read
+    if json:
+        print_json({"spec": spec.name, "read": read, "weights": made.weights.nbytes, "steps": [asdict(step) for step in steps]})
+        return
+    print(f"read ceiling of this run {read / 1e9:,.0f} GB/s; weights {made.weights.nbytes / 1e9:.1f} GB, context {context:,}")
+    table = []
+    for one in steps:
+        floor, parts = one.moved_bytes / read * 1e6, sum(one.parts.values())
+        table.append([
+            str(one.rows), f"{one.timing.median / 1e3:.3f}", f"{floor / 1e3:.3f} ({floor / one.timing.median:.0%})",
+            f"{one.experts:.1f}", f"{parts / 1e3:.3f}",
+        ])  # fmt: skip
+    right = ("rows", "ms", "floor ms (share)", "experts a layer", "sum of kernels ms")
+    print_table("", right, table, right=right)
+    for one in steps:
+        longest = sorted(one.parts.items(), key=lambda item: -item[1])
+        print(f"T = {one.rows}: " + ", ".join(f"{name} {time / 1e3:.3f}" for name, time in longest[:12]) + " ms")

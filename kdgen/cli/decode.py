@@ -100,8 +100,8 @@ def decode(
             from kdgen.engine.traps import trap
 
             engine.observer = trap
-        requests = [Request(prompt, count, stops) for prompt in prompts]
-        generation = engine.generate(requests, mode=mode, budget=budget, drafter=drafter, record=True)
+        requests = [Request(prompt, count) for prompt in prompts]
+        generation = engine.generate(requests, mode=mode, budget=budget, drafter=drafter, stop_tokens=stops, record=True)
     own = golden if golden and prompts == [golden.prompt] else None
     document = _document(generation, mode, draft, engine.device.name, chosen.name, own)
     if json:

@@ -25,7 +25,7 @@ class Drafter(Protocol):
     def name(self) -> str:
         """As given on the command line."""
 
-    def bind(self, kit: Mapping[str, Kernel], state: State, vocab: int) -> tuple[BoundCall, Array, Array]:
+    def bind(self, kit: Mapping[str, Kernel], state: State) -> tuple[BoundCall, Array, Array]:
         """The launch, and the log-probs and token ids that it writes."""
 
 
@@ -35,7 +35,7 @@ class Ngram:
 
     name: str = "ngram"
 
-    def bind(self, kit: Mapping[str, Kernel], state: State, vocab: int) -> tuple[BoundCall, Array, Array]:
+    def bind(self, kit: Mapping[str, Kernel], state: State) -> tuple[BoundCall, Array, Array]:
         """See `Drafter`."""
         kernel = kit["draft_ngram"]
         arrays = kernel.complete(history=state.history, starts=state.starts, root_tokens=state.root_tokens)
@@ -59,7 +59,7 @@ class Oracle:
     truth: tuple[tuple[int, ...], ...] = ()
     name: str = "oracle"
 
-    def bind(self, kit: Mapping[str, Kernel], state: State, vocab: int) -> tuple[BoundCall, Array, Array]:
+    def bind(self, kit: Mapping[str, Kernel], state: State) -> tuple[BoundCall, Array, Array]:
         """See `Drafter`."""
         kernel, device = kit["draft_oracle"], state.starts.device
         depth = next(a.shape[1] for a in kernel.contract.arguments if a.name == "log_probs")
@@ -71,8 +71,7 @@ class Oracle:
             starts=state.starts,
             hit_rates=device.array(np.array(_filled(self.hit_rates, int(depth)), np.float32)),
             ranks=device.array(np.array(_filled(self.ranks, int(depth)), np.int32)),
-            seed=self.seed,
-            vocab=vocab,
+            seed=device.array(np.array([self.seed], np.uint32)),
         )
         return kernel.bind(**arrays), arrays["log_probs"], arrays["token_ids"]
 

@@ -172,6 +172,7 @@ class Engine:
         mode: Mode = "tree",
         budget: int | None = None,
         drafter: Drafter | None = None,
+        stop_tokens: Sequence[int] = (),
         record: bool = False,
     ) -> Generation:
         """Decode a batch greedily.
@@ -181,15 +182,16 @@ class Engine:
             mode: one token a round, the drafter's best chain, or its tree; the tokens and every bit of the logits are the same.
             budget: nodes of a tree beside the root; by default what the spec says.
             drafter: what proposes tokens; not used by mode `ar`.
+            stop_tokens: a sequence ends after any of these, which is kept.
             record: keep the logits.
 
         Raises:
             UsageError: a request or option that cannot be served; nothing was done.
             CacheFullError: the cache has too few free pages; nothing was done.
         """
-        nodes = self._check(requests, mode, budget, drafter)
+        nodes = self._check(requests, mode, budget, drafter, stop_tokens)
         if isinstance(drafter, Oracle) and not drafter.truth and mode != "ar":
-            plain = self.generate(requests, mode="ar")
+            plain = self.generate(requests, mode="ar", stop_tokens=stop_tokens)
             truth = tuple((*request.prompt, *result.tokens) for request, result in zip(requests, plain.results, strict=True))
             drafter = replace(drafter, truth=truth)
         held: list[list[int]] = []
@@ -197,20 +199,27 @@ class Engine:
             for request in requests:
                 last = min(len(request.prompt) + request.max_tokens + nodes, self.context)
                 held.append(self.pool.take(ceil_div(last, self.spec.cache.page_size)))
-            return self._decode(requests, held, mode, nodes, drafter if mode != "ar" else None, record)
+            return self._decode(requests, held, mode, nodes, drafter if mode != "ar" else None, stop_tokens, record)
         finally:
             for pages in held:
                 self.pool.give(pages)
 
     def _decode(
-        self, requests: Sequence[Request], held: list[list[int]], mode: Mode, nodes: int, drafter: Drafter | None, record: bool
+        self,
+        requests: Sequence[Request],
+        held: list[list[int]],
+        mode: Mode,
+        nodes: int,
+        drafter: Drafter | None,
+        stop_tokens: Sequence[int],
+        record: bool,
     ) -> Generation:
         state, began = self._state(len(requests)), time.perf_counter()
         tables = np.zeros(state.page_tables.shape, np.int32)
         for table, pages in zip(tables, held, strict=True):
             table[: len(pages)] = pages
         firsts = [self.read_prompt(request.prompt, pages) for request, pages in zip(requests, held, strict=True)]
-        self._begin(state, requests, tables, [token for token, _, _ in firsts], nodes)
+        self._begin(state, requests, tables, [token for token, _, _ in firsts], nodes, stop_tokens)
         decode_began = time.perf_counter()
         builder = "tree_build" if mode == "tree" else "chain_build"
         step = Round(self.kit, self.spec, self.weights, self.cache, state, nodes, builder, drafter)
@@ -279,11 +288,19 @@ class Engine:
             stops=extent("tree_commit", "stop_tokens", 0),
         )
 
-    def _begin(self, state: State, requests: Sequence[Request], tables: npt.NDArray[np.int32], roots: list[int], nodes: int) -> None:
+    def _begin(
+        self,
+        state: State,
+        requests: Sequence[Request],
+        tables: npt.NDArray[np.int32],
+        roots: list[int],
+        nodes: int,
+        stop_tokens: Sequence[int],
+    ) -> None:
         """The state after the prompts: each sequence's first new token is its root."""
         S = state.sequences
         starts = np.array([len(request.prompt) for request in requests])
-        ended = [root in request.stop_tokens or request.max_tokens == 1 for root, request in zip(roots, requests, strict=True)]
+        ended = [root in stop_tokens or request.max_tokens == 1 for root, request in zip(roots, requests, strict=True)]
         active = np.array([not done and start < self.context for done, start in zip(ended, starts, strict=True)])
         history, new = np.full(state.history.shape, -1, np.int32), np.full(state.new_tokens.shape, -1, np.int32)
         stops = np.full(state.stop_tokens.shape, -1, np.int32)
@@ -292,8 +309,7 @@ class Engine:
             if starts[s] < history.shape[1]:
                 history[s, starts[s]] = roots[s]
             new[s, 0] = roots[s]
-        every = sorted({token for request in requests for token in request.stop_tokens})
-        stops[: len(every)] = every
+        stops[: len(stop_tokens)] = stop_tokens
         state.set(
             root_tokens=roots, starts=starts, active=active, new_counts=np.ones(S), new_tokens=new, history=history, stop_tokens=stops,
             wanted_budgets=np.full(S, nodes - 1), budgets=np.where(active, np.clip(self.context - starts - 1, 0, nodes - 1), 0),
@@ -362,7 +378,9 @@ class Engine:
         rows.starts.copy_from(np.array([start], np.int32))
         rows.page_tables.copy_from(table[None])
 
-    def _check(self, requests: Sequence[Request], mode: str, budget: int | None, drafter: Drafter | None) -> int:
+    def _check(
+        self, requests: Sequence[Request], mode: str, budget: int | None, drafter: Drafter | None, stop_tokens: Sequence[int]
+    ) -> int:
         """Rows per sequence; UsageError for what cannot be served."""
         spec, vocab = self.spec, self.config.model.vocab
         if mode not in MODES:
@@ -383,8 +401,8 @@ class Engine:
             int(next(a.shape[-1] for a in self.kit["tree_commit"].contract.arguments if a.name == name))
             for name in ("new_tokens", "stop_tokens")
         )
-        if len({token for request in requests for token in request.stop_tokens}) > stops:
-            raise UsageError(f"more than {stops} different stop tokens")
+        if len(stop_tokens) > stops:
+            raise UsageError(f"{len(stop_tokens)} stop tokens: the engine spec's tree_commit takes {stops}")
         for number, request in enumerate(requests):
             where = f"sequence {number}"
             if not len(request.prompt):

@@ -58,12 +58,12 @@ class Round:
         if drafter is None:
             log_probs, token_ids = device.array(np.zeros(shape, np.float32)), device.array(np.zeros(shape, np.int32))
         else:
-            call, log_probs, token_ids = drafter.bind(kit, state, spec.model.vocab)
+            call, log_probs, token_ids = drafter.bind(kit, state)
             self.before.append(("draft", call))
 
-        def run(to: list[tuple[str, BoundCall]], kernel: str, dims: Mapping[str, int] | None = None, **arrays: Any) -> dict[str, Any]:
-            complete = kit[kernel].complete(dims, **arrays)
-            to.append((kernel, kit[kernel].bind(dims=dims, **complete)))
+        def run(to: list[tuple[str, BoundCall]], kernel: str, /, **arrays: Any) -> dict[str, Any]:
+            complete = kit[kernel].complete(**arrays)
+            to.append((kernel, kit[kernel].bind(**complete)))
             return complete
 
         self.tree = run(
@@ -72,7 +72,8 @@ class Round:
         )  # fmt: skip
         tree = {name: self.tree[name] for name in ("tokens", "depths", "counts")}
         rows = run(
-            self.before, "tree_rows", {"R": nodes}, **tree, positions=self.tree["positions"], paths=self.tree["paths_out"],
+            self.before, "tree_rows", **tree, nodes=device.array(np.arange(nodes, dtype=np.int32)),
+            positions=self.tree["positions"], paths=self.tree["paths_out"],
             starts=state.starts, active=state.active,
         )  # fmt: skip
         self.forward = Forward(
@@ -89,12 +90,12 @@ class Round:
         )  # fmt: skip
         path = {name: self.accepted[name] for name in ("accepted", "accepted_counts")}
         run(self.after, "kv_compact", cache=cache, page_tables=state.page_tables, starts=state.starts, **path)
-        committed = {name: self.accepted[name] for name in ("committed", "accepted_counts", "next_roots", "next_starts")}
+        committed = {name: self.accepted[name] for name in ("committed", "accepted_counts", "next_roots")}
         run(
             self.after, "tree_commit", **committed, stop_tokens=state.stop_tokens, max_new_tokens=state.max_new_tokens,
             position_limit=state.position_limit, wanted_budgets=state.wanted_budgets, root_tokens=state.root_tokens,
             starts=state.starts, active=state.active, budgets=state.budgets, new_tokens=state.new_tokens, new_counts=state.new_counts,
-            history=state.history, rounds=state.rounds, accepted_histogram=state.accepted_histogram, running=state.running,
+            history=state.history, rounds=state.rounds, acceptance=state.acceptance, running=state.running,
         )  # fmt: skip
         self.nodes = nodes
 

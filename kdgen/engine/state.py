@@ -19,12 +19,10 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_tokens: new tokens at most.
-        stop_tokens: generation ends after any of these, which is kept.
     """
 
     prompt: Sequence[int]
     max_tokens: int
-    stop_tokens: Sequence[int] = ()
 
 
 class State:
@@ -38,11 +36,11 @@ class State:
         wanted_budgets: what budgets are while there is room.
         position_limit: positions from here on do not exist.
         max_new_tokens, new_tokens, new_counts: how many new tokens there may be, which, and how many there are.
-        stop_tokens: `[S, stops]`, −1: none.
+        stop_tokens: `[stops]`, of all sequences; −1: none.
         history: `[S, positions]`, all decided tokens by position; −1: not decided.
         page_tables: `[S, max_pages]`.
         rounds: verifications so far.
-        accepted_histogram: `[S, depth + 2]`: verifications that accepted so many nodes.
+        acceptance: `[S, depth + 1]`: verifications by acceptance length, 1 … depth + 1.
         running: `[1]`: sequences that are active.
     """
 
@@ -54,9 +52,9 @@ class State:
         self.sequences = S
         self.root_tokens, self.starts, self.active, self.budgets, self.wanted_budgets = (make(S) for _ in range(5))
         self.position_limit, self.max_new_tokens, self.new_counts, self.rounds = (make(S) for _ in range(4))
-        self.new_tokens, self.stop_tokens = make(S, max_new, fill=-1), make(S, stops, fill=-1)
+        self.new_tokens, self.stop_tokens = make(S, max_new, fill=-1), make(stops, fill=-1)
         self.history, self.page_tables = make(S, positions, fill=-1), make(S, max_pages)
-        self.accepted_histogram, self.running = make(S, depth + 2), make(1)
+        self.acceptance, self.running = make(S, depth + 1), make(1)
 
     def set(self, **values: Any) -> None:
         """Overwrite arrays by name."""

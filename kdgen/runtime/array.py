@@ -48,11 +48,11 @@ class Array:
         """
         raise LaunchError(f"{type(self).__name__} cannot be read")
 
-    def copy_from(self, values: npt.ArrayLike, stream: Any = None) -> None:
+    def copy_from(self, values: npt.ArrayLike | Array, stream: Any = None) -> None:
         """Overwrite the contents with a numpy array of the same shape and dtype; done when it returns.
 
         Args:
-            values: the new contents.
+            values: the new contents; also an array of the same device.
             stream: wait for the work given to this stream only; by default, for all work of the device.
 
         Raises:

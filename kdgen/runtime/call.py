@@ -145,6 +145,23 @@ class Binder:
             if parameter.role in ("out", "workspace")
         }
 
+    def complete(self, given: Mapping[str, Any], extra: Mapping[str, int]) -> dict[str, Any]:
+        """`given` and new arrays for every other array that the kernel writes; as in `Kernel.complete`."""
+        dims = dict(extra)
+        for parameter in self._parameters:
+            value = given.get(parameter.name)
+            if parameter.is_array and value is not None:
+                shape = value.shape if isinstance(value, Array) else self._view(parameter, value, 0).shape
+                dims.update((symbol, shape[axis]) for axis, symbol in parameter.symbols if axis < len(shape) and symbol not in dims)
+        for symbol, value in dims.items():
+            if value != 0:
+                self.geometries.check_capacity(symbol, value)
+        return dict(given) | {
+            parameter.name: self.device.empty(self.geometries.shape(index, dims), parameter.dtype)
+            for index, parameter in enumerate(self._parameters)
+            if parameter.role in ("out", "inout", "workspace") and parameter.name not in given
+        }
+
     def _match(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         if len(positional) > len(self._given):
             raise LaunchError(

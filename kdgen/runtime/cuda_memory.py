@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kdgen.dtypes import numpy_dtype
+from kdgen.errors import LaunchError
 from kdgen.runtime.array import Array, Shape
 from kdgen.runtime.cuda_driver import check, driver
 from kdgen.runtime.dlpack import CUDA, lend
@@ -47,9 +48,14 @@ class CudaArray(Array):
         self._copy("reading", driver.cuMemcpyDtoHAsync, result.ctypes.data, self.pointer, stream)
         return result
 
-    def copy_from(self, values: npt.ArrayLike, stream: Any = None) -> None:
-        """Overwrite the contents, after waiting for `stream`, or for all work of the device."""
-        source = self.source(values)
+    def copy_from(self, values: npt.ArrayLike | Array, stream: Any = None) -> None:
+        """Overwrite the contents, after waiting for `stream`, or for all work of the device. Another array of the GPU is copied there."""
+        if isinstance(values, CudaArray):
+            if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+                raise LaunchError(f"cannot copy {values!r} into {self!r}")
+            self._copy("writing", driver.cuMemcpyDtoDAsync, self.pointer, values.pointer, stream)
+            return
+        source = self.source(values.numpy() if isinstance(values, Array) else values)
         self._copy("writing", driver.cuMemcpyHtoDAsync, self.pointer, source.ctypes.data, stream)
 
     def fill_from(self, source: npt.NDArray[Any]) -> None:

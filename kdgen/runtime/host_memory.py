@@ -49,9 +49,9 @@ class HostArray(Array):
         """The contents: the memory itself, not a copy."""
         return self._values
 
-    def copy_from(self, values: npt.ArrayLike, stream: Any = None) -> None:
+    def copy_from(self, values: npt.ArrayLike | Array, stream: Any = None) -> None:
         """Overwrite the contents with a numpy array of the same shape and dtype."""
-        self._values[...] = self.source(values)
+        self._values[...] = self.source(values.numpy() if isinstance(values, Array) else values)
 
     def _part(self, first: int, shape: Shape) -> HostArray:
         return HostPart(self, first, shape)

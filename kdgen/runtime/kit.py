@@ -73,6 +73,18 @@ class Kernel:
         """
         return self._binder.allocate(dims)
 
+    def complete(self, dims: Mapping[str, int] | None = None, **arrays: Any) -> dict[str, Any]:
+        """These arguments, and a new array for every one that the kernel writes and that is not among them.
+
+        Args:
+            dims: dimensions that no given array's shape gives.
+            arrays: arguments by name.
+
+        Raises:
+            LaunchError: a dimension is missing or beyond the kernel's capacity.
+        """
+        return self._binder.complete(arrays, dims or {})
+
     def __repr__(self) -> str:
         return f"<kernel {self.name} ({self.contract.family}) on {self.device.name}>"
 
