@@ -1,4 +1,4 @@
-"""The routed experts of one layer as one chain of launches: gate-up, down, combine; also with the router and its plan before them."""
+"""The routed experts of one layer as one chain of launches: gate-up, down, combine; also the whole layer: router, plan, shared expert."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from kdgen.dtypes import numpy_dtype
-from kdgen.kernels import moe_combine, moe_gemm, moe_plan, moe_route
+from kdgen.kernels import gemm, moe_combine, moe_gemm, moe_plan, moe_route
 from kdgen.runtime import Kernel
 from kdgen.runtime.device import Device
 from kdgen.spec import KernelSpec, Spec
+
+#: Kernels of the shared expert by name. They stand between the plan and the experts, whose kernels may read the plan early.
+SHARED = ("shared_gate_up", "shared_down")
 
 #: Launch sizes, as far as the kernels take them.
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -52,11 +55,12 @@ class MoeLayer:
     """The kernels of a spec that make up the layer.
 
     Attributes:
-        parts: role (`gate_up`, `down`, `combine`, `plan`, `route`) to the spec's kernel.
+        parts: role (`gate_up`, `down`, `combine`, `plan`, `route`, `shared_gate_up`, `shared_down`) to the spec's kernel.
     """
 
     def __init__(self, parts: Mapping[str, KernelSpec]):
         self.parts = parts
+        self._shared: dict[str, Any] = {}
 
     @classmethod
     def of(cls, spec: Spec) -> MoeLayer | None:
@@ -65,6 +69,8 @@ class MoeLayer:
         families = {"moe_combine": "combine", "moe_plan": "plan", "moe_route": "route"}
         for kernel in spec.kernels:
             role = kernel.params.role if isinstance(kernel.params, moe_gemm.Params) else families.get(kernel.family.name)
+            if kernel.name in SHARED:
+                role = kernel.name
             if role:
                 parts.setdefault(role, kernel)
         return cls(parts) if {"gate_up", "down", "combine"} <= set(parts) else None
@@ -72,7 +78,8 @@ class MoeLayer:
     @property
     def whole(self) -> str:
         """Name of the chain with what comes before the experts."""
-        return f"moe layer with {'route and ' if 'route' in self.parts else ''}plan"
+        others = [name for name, part in (("route", "route"), ("plan", "plan"), ("shared expert", SHARED[0])) if part in self.parts]
+        return f"moe layer with {', '.join(others)}"
 
     @property
     def both(self) -> tuple[str, str]:
@@ -117,7 +124,7 @@ class MoeLayer:
             moved = a_turn * int(weights["gate_up"].nbytes + weights["down"].nbytes) // up.experts
             flops = 2 * rows * up.top_k * (up.weight_rows * up.k + down.weight_rows * down.k)
             yield Chain("moe layer", f"T = {rows}", plain, moved, flops)
-            if "plan" in self.parts:
+            if "plan" in self.parts and (SHARED[0] in self.parts or not up.early):
                 yield Chain(self.whole, f"T = {rows}", whole, moved, flops)
 
     def _before(
@@ -141,4 +148,13 @@ class MoeLayer:
             assert isinstance(p, moe_plan.Params)
             rest: dict[str, Any] = {name: value for name, value in kernel.allocate(T=rows).items() if name not in plan}
             calls.append(kernel.bind(topk_ids=topk["topk_ids"], **plan, **rest))
+        middle = x
+        for name in SHARED if SHARED[0] in self.parts else ():
+            if name not in self._shared:
+                gemm_params = self.parts[name].params
+                assert isinstance(gemm_params, gemm.Params)
+                self._shared[name] = device.array(gemm.random_weights(gemm_params, rng))
+            complete = kit[self.parts[name].name].complete(x=middle, w=self._shared[name])
+            calls.append(kit[self.parts[name].name].bind(**complete))
+            middle = complete["out"]
         return calls

@@ -55,9 +55,9 @@ class Peer:
 
 def peers() -> tuple[Peer, ...]:
     """Every known peer."""
-    from kdgen.bench import attention_peers
+    from kdgen.bench import attention_peers, gemm_peers
 
-    return attention_peers.PEERS
+    return (*attention_peers.PEERS, *gemm_peers.PEERS)
 
 
 def peers_of(family: str) -> Iterator[Peer]:

@@ -94,8 +94,10 @@ class StepBench:
             return self.device.array(np.concatenate([few] * ceil_div(shape[0], len(few)))[: shape[0]])
         if len(shape) == 1:
             return self.device.array((np.ones(shape) if name != "bias" else self.rng.normal(size=shape) * 0.1).astype(numpy_dtype(dtype)))
-        # A few thousand different rows do: memory does not know.
-        rows = self.rng.standard_normal((min(2048, int(np.prod(shape[:-1]))), shape[-1]), np.float32) / np.sqrt(shape[-1])
+        # A few thousand different rows do: memory does not know. The output projection is small, so that rows stay as different as
+        # their tokens: attention over one random context would make them alike, and their experts the same.
+        size = (1e-3 if kernel == "o" else 1.0) / np.sqrt(shape[-1])
+        rows = self.rng.standard_normal((min(2048, int(np.prod(shape[:-1]))), shape[-1]), np.float32) * np.float32(size)
         whole = np.resize(rows.astype(numpy_dtype(dtype)), shape)
         return self.device.array(whole)
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from kdgen.errors import SpecError
 from kdgen.expressions import ExpressionError, evaluate, names_in
 from kdgen.spec import KernelSpec, load_spec
 from kdgen.spec.document import Document, Path
 from kdgen.spec.explain import shown, validate
+from kdgen.spec.fields import fields_at
 from kdgen.spec.yaml_marks import read_document
 from kdgen.sweep.model import MOST_VALUES, Objective, Shapes, SweepFile, Values, written_out
 from kdgen.sweep.space import Axis, Rule, Space, configuration_id, expression_name, nested, paths_of
@@ -139,7 +142,7 @@ def _base(document: Document, path: str) -> KernelSpec | None:
 
 def _space(document: Document, file: SweepFile, kernel: KernelSpec, target: Target) -> Space:
     params = paths_of(kernel.params.model_dump(mode="json"))
-    axes = [axis for path, given in file.space.items() if (axis := _axis(document, path, given, params))]
+    axes = [axis for path, given in file.space.items() if (axis := _axis(document, path, given, params, kernel))]
     fixed = {expression_name(path): value for path, value in params.items() if not isinstance(value, dict | list)}
     fixed |= {f"target.{name}": getattr(target, name) for name in TARGET_FACTS}
     swept = [axis.name for axis in axes]
@@ -155,7 +158,7 @@ def _space(document: Document, file: SweepFile, kernel: KernelSpec, target: Targ
     return Space(tuple(axes), tuple(rules), fixed)
 
 
-def _axis(document: Document, path: str, given: Values, params: Mapping[str, Any]) -> Axis | None:
+def _axis(document: Document, path: str, given: Values, params: Mapping[str, Any], kernel: KernelSpec) -> Axis | None:
     place: Path = ("space", path)
     if path not in params:
         near = get_close_matches(path, params, 3, 0.5)
@@ -170,7 +173,7 @@ def _axis(document: Document, path: str, given: Values, params: Mapping[str, Any
     if not values:
         document.fault(place, "has no values; give at least one")
         return None
-    plain = [_plain(value) for value in values]
+    plain = [_filled_in(value, path, kernel) for value in values]
     texts = [json.dumps(value, sort_keys=True) for value in plain]
     if twice := next((text for text in texts if texts.count(text) > 1), None):
         document.fault(place, f"has the value {twice} twice")
@@ -178,13 +181,22 @@ def _axis(document: Document, path: str, given: Values, params: Mapping[str, Any
     when, otherwise = "", None
     if given.when:
         when = given.when
-        otherwise = _plain(given.otherwise) if "otherwise" in given.model_fields_set else params[path]
+        otherwise = _filled_in(given.otherwise, path, kernel) if "otherwise" in given.model_fields_set else params[path]
     return Axis(path, tuple(plain), when, otherwise)
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    return json.loads(json.dumps(value))
+def _filled_in(value: Any, path: str, kernel: KernelSpec) -> Any:
+    """A value with the defaults of what is left out, as the base spec's own values have them; as it is when it is not valid."""
+    if not isinstance(value, dict | list):
+        return value
+    data = {"kind": "kernel", "family": kernel.family.name}
+    *way, last = path.split(".")
+    field = fields_at(data, ("params", *way)).get(last)
+    try:
+        kind: TypeAdapter[Any] = TypeAdapter(field.annotation if field else Any)
+        return kind.dump_python(kind.validate_json(json.dumps(value)), mode="json")
+    except ValidationError:
+        return value
 
 
 def _check_names(document: Document, place: Path, text: str, known: set[str]) -> None:

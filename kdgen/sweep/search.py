@@ -21,6 +21,8 @@ DEFAULT_BUDGET = 100
 
 _RUNGS = (0.25, 0.5, 1.0)  # share of the shapes that each rung of halving sees
 _KEEP = 3  # one of so many goes on to the next rung
+_SHORT = 4  # lists of so many values have no order worth following
+_MOST_STEPS = 8  # from neighbour to neighbour
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,16 @@ class Listed:
 
 
 class Halving:
-    """Successive halving: many random points on few shapes, the best third on more, the best third of those on all."""
+    """Successive halving: many random points on few shapes, the best third on more, the best third of those on all.
+
+    Then the neighbours of the best, which differ in one parameter, and theirs, until none is better: a search that only samples ends
+    beside the best place, at another spot with every seed.
+    """
 
     def __init__(self, space: Space, seed: int, first: int):
+        self._space = space
+        self._finished: dict[int, float | None] = {}
+        self._steps = 0
         self._points = shuffled(space.size, seed)
         self._first = max(1, first)
         self._rung = 0
@@ -133,7 +142,9 @@ class Halving:
         return taken
 
     def _climb(self) -> bool:
-        if self._rung + 1 >= len(_RUNGS) or not self._scores:
+        if self._rung + 1 >= len(_RUNGS):
+            return self._step()
+        if not self._scores:
             return False
         keep = max(1, -(-len(self._scores) // _KEEP))
         self._rung += 1
@@ -141,13 +152,36 @@ class Halving:
         self._scores = []
         return True
 
+    def _step(self) -> bool:
+        """Turn to the neighbours of the best point so far that were not looked at on all shapes."""
+        known = [(score, point) for point, score in self._finished.items() if score is not None]
+        if not known or self._steps >= _MOST_STEPS:
+            return False
+        self._steps += 1
+        best = min(known)[1]
+        self._waiting = [Trial(point) for point in neighbours(self._space, best) if point not in self._finished]
+        return bool(self._waiting)
+
     def tell(self, trial: Trial, score: float | None) -> str:
         """Note a score."""
         self._open -= 1
+        if trial.share >= 1.0:
+            self._finished[trial.point] = score
         self._dry = self._dry + 1 if score is None else 0
         if score is not None:
             self._scores.append((score, trial.point))
         return ""
+
+
+def neighbours(space: Space, point: int) -> list[int]:
+    """Points that differ in one parameter: by one place in the list, or by any where the list is short."""
+    choices = space.choices(point)
+    found = []
+    for index, axis in enumerate(space.axes):
+        for choice in range(len(axis.values)):
+            if choice != choices[index] and (len(axis.values) <= _SHORT or abs(choice - choices[index]) == 1):
+                found.append(space.point_of((*choices[:index], choice, *choices[index + 1 :])))
+    return found
 
 
 class Optuna:

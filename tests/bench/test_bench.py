@@ -73,14 +73,14 @@ def test_the_moe_layer_of_an_engine_is_a_chain_of_its_kernels(tmp_path, monkeypa
     monkeypatch.setattr("kdgen.bench.moe_layer.ROWS", (1, 4))
     spec = load_spec(ROOT / "specs" / "engines" / "tiny.yaml")
     layer = MoeLayer.of(spec)
-    assert set(layer.parts) == {"gate_up", "down", "combine", "plan", "route"}
+    assert set(layer.parts) == {"gate_up", "down", "combine", "plan", "route", "shared_gate_up", "shared_down"}
     kernels = Spec.of("moe", *layer.parts.values())
     build_spec(kernels, [get_target("host")], tmp_path)
     device = open_device("host")
     chains = list(layer.chains(load(tmp_path / "moe" / "host", device), device, np.random.default_rng(0)))
     assert [(chain.name, chain.workload) for chain in chains] == [(name, size) for size in ("T = 1", "T = 4") for name in layer.both]
     for chain in chains:
-        assert [len(turn.calls) for turn in chain.turns] == [3 if chain.name == "moe layer" else 5] * 2
+        assert [len(turn.calls) for turn in chain.turns] == [3 if chain.name == "moe layer" else 7] * 2
         for turn in chain.turns:
             turn.launch(None)
 

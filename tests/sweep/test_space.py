@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from kdgen.errors import UsageError
-from kdgen.sweep.search import GRID_LIMIT, Halving, make_strategy, shuffled
+from kdgen.sweep.search import GRID_LIMIT, Halving, make_strategy, neighbours, shuffled
 from kdgen.sweep.space import Axis, Rule, Space, configuration_id, expression_name, nested, paths_of
 
 SPACE = Space(
@@ -77,10 +77,19 @@ def test_halving_keeps_the_best_third_of_each_rung():
         for trial in trials:
             seen.setdefault(trial.share, []).append(trial.point)
             search.tell(trial, float(trial.point))
-    assert [len(points) for points in seen.values()] == [18, 6, 2]
     first, second, last = seen.values()
+    assert (len(first), len(second)) == (18, 6)
     assert sorted(first)[:6] == second
-    assert second[:2] == last
+    assert second[:2] == last[:2]
+    assert len(set(last)) == len(last)
+    assert min(last) < second[0], "neighbours of the best come last"
+
+
+def test_neighbours_differ_in_one_parameter():
+    found = [HUGE.choices(point) for point in neighbours(HUGE, HUGE.point_of((0, 5, *[9] * 7)))]
+    assert len(found) == 1 + 2 + 7
+    assert sum(sum(a != b for a, b in zip(item, (0, 5, *[9] * 7), strict=True)) for item in found) == len(found)
+    assert len(neighbours(SPACE, 0)) == 2 + 1 + 1
 
 
 def test_optuna_repeats_itself_and_learns():
