@@ -94,9 +94,9 @@ class StepBench:
             return self.device.array(np.concatenate([few] * ceil_div(shape[0], len(few)))[: shape[0]])
         if len(shape) == 1:
             return self.device.array((np.ones(shape) if name != "bias" else self.rng.normal(size=shape) * 0.1).astype(numpy_dtype(dtype)))
-        # A few thousand different rows do: memory does not know. The output projection is small, so that rows stay as different as
-        # their tokens: attention over one random context would make them alike, and their experts the same.
-        size = (1e-3 if kernel == "o" else 1.0) / np.sqrt(shape[-1])
+        # A few thousand different rows do: memory does not know. Embeddings are large, so that rows stay as different as their tokens:
+        # layers that are all alike would soon turn every row into the same one, which chooses the same experts.
+        size = 1e3 if kernel == "embed" else 1 / np.sqrt(shape[-1])
         rows = self.rng.standard_normal((min(2048, int(np.prod(shape[:-1]))), shape[-1]), np.float32) * np.float32(size)
         whole = np.resize(rows.astype(numpy_dtype(dtype)), shape)
         return self.device.array(whole)
@@ -112,7 +112,7 @@ class StepBench:
         for layer in range(model.layers):
             arrays: dict[str, Array] = {}
             for name, place in {**PLACES, **(DENSE if layer < model.dense_layers else EXPERTS)}.items():
-                if name not in made:
+                if name not in made or name == "gate":
                     made[name] = arrays[name] = self._random(*place)
                 else:
                     arrays[name] = self.device.empty(made[name].shape, numpy_dtype(made[name].dtype))

@@ -80,10 +80,12 @@ def plan_target(spec: Spec, target: Target) -> TargetPlan:
         options, isa, suffix = host_options(target, host), host.isa, "cpp"
         runtime = Unit("host_runtime", f"{target.name} runtime", target.name, "", "", headers, None, options, compiler)
     else:
-        options, isa, suffix = cuda_options(target), "", "cu"
+        isa, suffix = "", "cu"
         runtime = None
     kernels = []
     for kernel in spec.kernels:
+        if not target.is_host:
+            options = cuda_options(target, device_runtime=kernel.family.device_runtime)
         marked = render_kernel(kernel, target, marks=True)
         unit = Unit(
             "host" if target.is_host else "cuda",

@@ -74,7 +74,7 @@ def _compile(unit: Unit, cache: ObjectCache) -> tuple[dict[str, bytes], dict[str
             raise ToolchainError(
                 f"NVRTC was loaded from {loaded_path()}, not from {expected}: remove one, or unset LD_LIBRARY_PATH and LD_PRELOAD"
             )
-        cuda = compile_cuda(unit.text, unit.file_name, unit.headers, target)
+        cuda = compile_cuda(unit.text, unit.file_name, unit.headers, target, unit.options)
         resources = {entry: asdict(item) for entry, item in cuda.resources.items()}
         return {BINARY["cuda"]: cuda.cubin, PTX: cuda.ptx}, {"resources": resources, "warnings": cuda.log}
     from kdgen.compile.host import compile_host, compile_host_runtime

@@ -81,6 +81,7 @@ def run(
     prune: Annotated[
         float, typer.Option("--prune", min=0.0, help="Do not time what is predicted to take so many times the best; 0: time all.")
     ] = 0.0,
+    retry: Annotated[bool, typer.Option("--retry", help="Try again what did not compile, launch or end in time before.")] = False,
     launches: Annotated[int, typer.Option("--launches", min=1, max=10_000, help="Launches in a graph.")] = 48,
     replays: Annotated[int, typer.Option("--replays", min=1, max=1000, help="Replays of each turn.")] = 3,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=100, help="Turns with the base spec's own configuration.")] = 2,
@@ -107,11 +108,11 @@ def run(
     if spec is None or not arch or out is None:
         missing = [text for text, given in (("FILE", spec), ("--arch", arch), ("--out", out)) if not given]
         raise UsageError(f"kdgen sweep needs {', '.join(missing)}; see kdgen sweep run --help")
-    _sweep(spec, arch, device, strategy, budget, seed, out, jobs, prune, (launches, replays, rounds), limit, json)
+    _sweep(spec, arch, device, strategy, budget, seed, out, jobs, prune, retry, (launches, replays, rounds), limit, json)
 
 
 def _sweep(
-    path: Path, arch: str, device: str, strategy: str, budget: str, seed: int, out: Path, jobs: int | None, prune: float,
+    path: Path, arch: str, device: str, strategy: str, budget: str, seed: int, out: Path, jobs: int | None, prune: float, retry: bool,
     timing: tuple[int, int, int], limit: float, json: bool,
 ) -> None:  # fmt: skip
     from contextlib import ExitStack
@@ -149,7 +150,7 @@ def _sweep(
         floors = floors_of(spec, shapes, seed, ceilings)
         store.describe(place, spec.name, target.name, document_of(spec, shapes, floors, ceilings))
         listener = stack.enter_context(_Listener(json))
-        sweep = Sweep(spec, shapes, store, place, compiler, worker=worker, prune=prune, seed=seed, listen=listener.hear)
+        sweep = Sweep(spec, shapes, store, place, compiler, worker=worker, prune=prune, seed=seed, retry=retry, listen=listener.hear)
         stack.callback(sweep.close)
         # A strategy that learns is asked for few at a time. A GPU should not wait for compilers, so much is compiled at once for it.
         cap = None if strategy == "halving" else configurations
@@ -159,6 +160,7 @@ def _sweep(
         stages = dict(sweep.count_stages())
     written = _write_report(recorded, out)
     _show(recorded, stages, written, json)
+    _check_choice(recorded)
 
 
 def _write_report(recorded: Recorded, out: Path) -> Path | None:
@@ -171,6 +173,22 @@ def _write_report(recorded: Recorded, out: Path) -> Path | None:
         # The results are stored; only the pictures are missing.
         print(f"kdgen: no report: {error}", file=sys.stderr)
         return None
+
+
+def _check_choice(recorded: Recorded) -> None:
+    """KdgenError when the search ended with nothing to choose, with the reason most configurations have."""
+    from collections import Counter
+
+    from kdgen.errors import KdgenError
+    from kdgen.sweep.choose import by_configuration, choose
+    from kdgen.sweep.stages import WHOLE
+
+    rows = by_configuration(recorded.rows)
+    if choose(rows, recorded.incumbent, recorded.shapes, recorded.objective):
+        return
+    reasons = Counter(f"{own[WHOLE].stage}: {own[WHOLE].reason}".rstrip(": ") for own in rows.values() if WHOLE in own)
+    listed = "\n".join(f"{count:,} × {reason}" for reason, count in reasons.most_common(5))
+    raise KdgenError(f"none of {len(rows):,} configurations can be chosen:\n{listed}")
 
 
 def _show(recorded: Recorded, stages: dict[str, int], written: Path | None, json: bool) -> None:

@@ -34,8 +34,8 @@ class CudaBinary:
     log: str
 
 
-def cuda_options(target: Target) -> tuple[str, ...]:
-    """NVRTC's options for a target."""
+def cuda_options(target: Target, *, device_runtime: bool = False) -> tuple[str, ...]:
+    """NVRTC's options for a target; `device_runtime`: the code calls functions that the driver links in when it loads the cubin."""
     if target.nvrtc_arch is None:
         raise ToolchainError(f"target {target.name} is not a GPU: NVRTC cannot compile for it")
     return (
@@ -45,10 +45,13 @@ def cuda_options(target: Target) -> tuple[str, ...]:
         # Kernels ask for fused multiply-adds by name: arithmetic then agrees with the host target's.
         "--fmad=false",
         "--ptxas-options=-v",
+        *(("--relocatable-device-code=true",) if device_runtime else ()),
     )
 
 
-def compile_cuda(source: str, file_name: str, headers: Mapping[str, str], target: Target) -> CudaBinary:
+def compile_cuda(
+    source: str, file_name: str, headers: Mapping[str, str], target: Target, options: tuple[str, ...] | None = None
+) -> CudaBinary:
     """Compile CUDA C++ text.
 
     Args:
@@ -56,13 +59,14 @@ def compile_cuda(source: str, file_name: str, headers: Mapping[str, str], target
         file_name: a relative name for the text; part of the binary's line table.
         headers: include name (`device/cuda.cuh`) to text. No file is read.
         target: a GPU target.
+        options: NVRTC's; by default `cuda_options(target)`.
 
     Raises:
         CompileError: the text is refused; the message names template lines, also for errors of the assembler.
         ResourceError: it declares more shared memory than a block may have.
         ToolchainError: NVRTC is missing, broken, or too old for the target.
     """
-    options = cuda_options(target)
+    options = options or cuda_options(target)
     program = _Program(source, file_name, headers)
     failure = program.compile(options)
     log = program.log()

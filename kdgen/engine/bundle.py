@@ -1,9 +1,10 @@
 """Bundles: a random model with a prompt and what an independent engine makes of it, in one KDTR file.
 
 Everything follows from an engine spec and a seed, byte for byte. A bundle may leave the weights out: they are made again when it is
-opened, and their hash is checked.
+opened. Their hash is checked either way.
 
-    attributes   config (Hugging Face's), spec (name of the engine spec), seed, weights_sha256
+    attributes   config (Hugging Face's), spec (name of the engine spec), activations (their type, as the golden results are rounded),
+                 seed, weights_sha256
     tensors      golden.prompt i32 [n], golden.tokens i32 [m], golden.logits f32 [m, vocab]; those of the model, with Hugging Face's names
 """
 
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,10 @@ from kdgen.kdtr.writer import Writer
 from kdgen.spec.spec import Spec
 
 Array = npt.NDArray[Any]
+
+#: Every attribute, and its type.
+ATTRIBUTES: dict[str, type] = {"config": dict, "spec": str, "activations": str, "seed": int, "weights_sha256": str}
+ACTIVATIONS = ("bf16", "f32")
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,13 @@ class Bundle:
     Attributes:
         checkpoint: the model.
         spec: name of the engine spec it was made from.
+        activations: type of the activations, bf16 or f32, for which the golden results are.
         golden: what must come out.
     """
 
     checkpoint: Checkpoint
     spec: str
+    activations: str
     golden: Golden
 
 
@@ -92,10 +99,11 @@ def write_bundle(
         raise UsageError(f"{prompt} + {tokens} tokens; allowed are at least 1 each, together {config.model.max_position}")
     made = dict(random_tensors(config, seed))
     ids = np.random.Generator(np.random.PCG64(seed)).integers(0, config.model.vocab, prompt, dtype=np.int64)
-    rounding: Literal["bf16", "none"] = "bf16" if spec.engine is not None and spec.engine.types.activations == "bf16" else "none"
-    reference = Reference(open_tensors(config, made), rounding=rounding)
+    activations = spec.engine.types.activations if spec.engine is not None else "f32"
+    reference = Reference(open_tensors(config, made), rounding="bf16" if activations == "bf16" else "none")
     new, logits = reference.generate([int(token) for token in ids], tokens, stop=False)
-    attributes = {"config": config.to_hf(), "spec": spec.name, "seed": seed, "weights_sha256": weights_hash(made.items())}
+    hashed = weights_hash(made.items())
+    attributes = {"config": config.to_hf(), "spec": spec.name, "activations": activations, "seed": seed, "weights_sha256": hashed}
     with Writer(path, attributes) as writer:
         writer.add("golden.prompt", ids.astype(np.int32))
         writer.add("golden.tokens", np.array(new, np.int32))
@@ -116,27 +124,57 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     """Open a bundle; weights that it leaves out are made again.
 
     Raises:
-        ArtifactError: it is damaged, incomplete, or its weights come out differently.
+        ArtifactError: it is damaged or incomplete (everything that is wrong, in one message), or its weights are not those it was made with.
     """
     with Reader(path) as reader:
         attributes = dict(reader.attributes)
-        missing = [name for name in ("config", "spec", "seed", "weights_sha256") if name not in attributes]
-        missing += [name for name in ("golden.prompt", "golden.tokens", "golden.logits") if name not in reader]
-        if missing:
+        if missing := [name for name in (*ATTRIBUTES, *GOLDEN) if name not in attributes and name not in reader]:
             raise ArtifactError(f"{path}: not a bundle: {', '.join(missing)} is missing; make one with: kdgen bundle SPEC -o FILE")
-        golden = Golden(
-            tuple(int(token) for token in reader["golden.prompt"]),
-            tuple(int(token) for token in reader["golden.tokens"]),
-            np.array(reader["golden.logits"], np.float32),
+        if wrong := [*_wrong_attributes(attributes)]:
+            raise ArtifactError(f"{path}: {'; '.join(wrong)}; make the bundle again")
+        config = ModelConfig.from_mapping(attributes["config"], f"{path}: config")
+        golden = _golden(reader, config.model.vocab)
+        stored = [name for name in reader if name not in GOLDEN]
+        found = weights_hash((name, reader[name]) for name in stored) if stored else ""
+    spec, activations = str(attributes["spec"]), str(attributes["activations"])
+    if stored:
+        checkpoint = open_checkpoint(path)
+    else:
+        tensors = dict(random_tensors(config, int(attributes["seed"])))
+        found = weights_hash(tensors.items())
+        checkpoint = open_tensors(config, tensors, str(path))
+    if found != attributes["weights_sha256"]:
+        checkpoint.close()
+        whose = "in it" if stored else f"made from its seed {attributes['seed']}"
+        raise ArtifactError(
+            f"{path}: the weights {whose} have the hash {found[:16]}…, those it was made with {attributes['weights_sha256'][:16]}…; "
+            f"make the bundle again"
         )
-        complete = any(not name.startswith("golden.") for name in reader)
-    if complete:
-        return Bundle(open_checkpoint(path), str(attributes["spec"]), golden)
-    config = ModelConfig.from_mapping(attributes["config"], f"{path}: config")
-    tensors = dict(random_tensors(config, int(attributes["seed"])))
-    if weights_hash(tensors.items()) != attributes["weights_sha256"]:
-        raise ArtifactError(f"{path}: the weights made from its seed are not those it was made with; make the bundle again")
-    return Bundle(open_tensors(config, tensors, str(path)), str(attributes["spec"]), golden)
+    return Bundle(checkpoint, spec, activations, golden)
+
+
+#: Tensors of the golden results.
+GOLDEN = ("golden.prompt", "golden.tokens", "golden.logits")
+
+
+def _wrong_attributes(attributes: dict[str, Any]) -> Iterator[str]:
+    for name, kind in ATTRIBUTES.items():
+        if not isinstance(attributes[name], kind) or isinstance(attributes[name], bool):
+            yield f"attribute {name} is {str(attributes[name])[:40]!r}, it must be {'an object' if kind is dict else kind.__name__}"
+    if attributes["activations"] not in ACTIVATIONS:
+        yield f"attribute activations is {attributes['activations']!r}, allowed are {', '.join(ACTIVATIONS)}"
+
+
+def _golden(reader: Reader, vocab: int) -> Golden:
+    prompt, tokens = (reader.array(name, "i32", (None,)) for name in GOLDEN[:2])
+    logits = reader.array(GOLDEN[2], "f32", (len(tokens), vocab))
+    for name, ids in zip(GOLDEN, (prompt, tokens), strict=False):
+        if not len(ids):
+            raise ArtifactError(f"{reader.path}: tensor '{name}' is empty")
+        if ids.min() < 0 or ids.max() >= vocab:
+            token = ids.min() if ids.min() < 0 else ids.max()
+            raise ArtifactError(f"{reader.path}: tensor '{name}' has token {token}; the vocabulary has {vocab}")
+    return Golden(tuple(int(token) for token in prompt), tuple(int(token) for token in tokens), np.array(logits, np.float32))
 
 
 def weights_hash(tensors: Iterable[tuple[str, Array]]) -> str:

@@ -35,6 +35,7 @@ from kdgen.spec.model import EngineSpec
 from kdgen.spec.spec import Spec
 
 Mode = Literal["ar", "chain", "tree"]
+Loop = Literal["host", "device"]
 MODES: tuple[Mode, ...] = ("ar", "chain", "tree")
 
 #: Largest chunk of a prompt, as far as the kernels take so many rows.
@@ -48,7 +49,7 @@ class Result:
     Attributes:
         tokens: new ones, the stop token included.
         logits: f32 `[len(tokens), vocab]`: of the position before each token; None unless recorded.
-        accepted: nodes accepted by each verification, the root included.
+        accepted: nodes accepted by each verification, the root included; in ascending order when the device ran the loop.
     """
 
     tokens: tuple[int, ...]
@@ -174,6 +175,8 @@ class Engine:
         drafter: Drafter | None = None,
         stop_tokens: Sequence[int] = (),
         record: bool = False,
+        loop: Loop = "host",
+        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
     ) -> Generation:
         """Decode a batch greedily.
 
@@ -183,13 +186,18 @@ class Engine:
             budget: nodes of a tree beside the root; by default what the spec says.
             drafter: what proposes tokens; not used by mode `ar`.
             stop_tokens: a sequence ends after any of these, which is kept.
-            record: keep the logits.
+            record: keep the logits; not with a device loop, which nobody stops between rounds.
+            loop: `host`: the host launches every round, and looks at what it has decided; `device`: a GPU runs all rounds by itself, as
+                one graph launch. The results are the same.
+            on_tokens: called with the number of a sequence and its next tokens, as they come.
 
         Raises:
             UsageError: a request or option that cannot be served; nothing was done.
             CacheFullError: the cache has too few free pages; nothing was done.
         """
         nodes = self._check(requests, mode, budget, drafter, stop_tokens)
+        if loop not in ("host", "device") or (loop == "device" and (record or self.observer)):
+            raise UsageError(f"loop '{loop}': allowed are host, and device without recorded logits and observers")
         if isinstance(drafter, Oracle) and not drafter.truth and mode != "ar":
             plain = self.generate(requests, mode="ar", stop_tokens=stop_tokens)
             truth = tuple((*request.prompt, *result.tokens) for request, result in zip(requests, plain.results, strict=True))
@@ -199,7 +207,7 @@ class Engine:
             for request in requests:
                 last = min(len(request.prompt) + request.max_tokens + nodes, self.context)
                 held.append(self.pool.take(ceil_div(last, self.spec.cache.page_size)))
-            return self._decode(requests, held, mode, nodes, drafter if mode != "ar" else None, stop_tokens, record)
+            return self._decode(requests, held, mode, nodes, drafter if mode != "ar" else None, stop_tokens, record, loop, on_tokens)
         finally:
             for pages in held:
                 self.pool.give(pages)
@@ -213,6 +221,8 @@ class Engine:
         drafter: Drafter | None,
         stop_tokens: Sequence[int],
         record: bool,
+        loop: Loop,
+        on_tokens: Callable[[int, Sequence[int]], None] | None,
     ) -> Generation:
         state, began = self._state(len(requests)), time.perf_counter()
         tables = np.zeros(state.page_tables.shape, np.int32)
@@ -225,7 +235,12 @@ class Engine:
         step = Round(self.kit, self.spec, self.weights, self.cache, state, nodes, builder, drafter)
         logits = [[first] for _, first, _ in firsts]
         accepted: list[list[int]] = [[] for _ in requests]
-        forwards = self._rounds(state, step, logits, accepted, record)
+        if loop == "device" and self.device.name != "host":
+            forwards = self._run_alone(state, step, on_tokens)
+            for counts, row in zip(accepted, state.acceptance.numpy(), strict=True):
+                counts.extend(int(length) for length in np.repeat(np.arange(1, len(row) + 1), row))
+        else:
+            forwards = self._rounds(state, step, logits, accepted, record, on_tokens)
         tokens = [tuple(int(t) for t in row[:count]) for row, count in zip(state.new_tokens.numpy(), state.new_counts.numpy(), strict=True)]
         results = tuple(
             Result(new, np.stack(rows)[: len(new)] if record else None, tuple(counts))
@@ -234,14 +249,22 @@ class Engine:
         ended = time.perf_counter()
         return Generation(results, forwards, sum(chunks for _, _, chunks in firsts), decode_began - began, ended - decode_began)
 
-    def _rounds(self, state: State, step: Round, logits: list[list[Any]], accepted: list[list[int]], record: bool) -> int:
+    def _rounds(
+        self,
+        state: State,
+        step: Round,
+        logits: list[list[Any]],
+        accepted: list[list[int]],
+        record: bool,
+        on_tokens: Callable[[int, Sequence[int]], None] | None,
+    ) -> int:
         """Rounds until no sequence is active; returns how many."""
         stream = self.device.stream()
         graph = None
         if self.observer is None and self.device.name != "host":
             with self.device.capture(stream) as graph:
                 step.launch(stream)
-        count, active = 0, state.active.numpy().copy()
+        count, active, told = 0, state.active.numpy().copy(), [0] * state.sequences
         while active.any():
             if graph is not None:
                 graph.launch(stream)
@@ -256,7 +279,41 @@ class Engine:
                     logits[s].extend(rows[s * step.nodes + node].copy() for node in paths[s, : counts[s]])
             active = state.active.numpy(stream).copy()
             count += 1
+            if on_tokens is not None:
+                self._tell(state, told, on_tokens, stream)
+        if on_tokens is not None:
+            self._tell(state, told, on_tokens, stream)
         return count
+
+    def _run_alone(self, state: State, step: Round, on_tokens: Callable[[int, Sequence[int]], None] | None) -> int:
+        """All rounds as one graph launch, with a loop that the device ends; returns how many rounds the longest sequence took."""
+        if state.active.numpy().any():
+            stream = self.device.stream()
+            condition = self.kit["loop_condition"]
+            with self.device.capture(stream) as captured:
+                graph: Any = captured
+                with graph.loop() as (body, handle):
+                    step.launch(body)
+                    condition.bind(**condition.complete(running=state.running, handle=handle)).launch(body)
+            graph.launch(stream)
+            done, reader, told = stream.record(), self.device.stream(), [0] * state.sequences
+            while on_tokens is not None and not done.done:
+                self._tell(state, told, on_tokens, reader)
+            stream.synchronize()
+            if on_tokens is not None:
+                self._tell(state, told, on_tokens, reader)
+        return int(state.rounds.numpy().max())
+
+    @staticmethod
+    def _tell(state: State, told: list[int], on_tokens: Callable[[int, Sequence[int]], None], stream: Any) -> None:
+        """Pass on the tokens that are new since the last time; `stream` waits for nothing, so the device may be at work."""
+        counts = state.new_counts.numpy(stream)  # before the tokens: these are then at least as many
+        if any(count > before for count, before in zip(counts, told, strict=True)):
+            tokens = state.new_tokens.numpy(stream)
+            for s, count in enumerate(counts):
+                if count > told[s]:
+                    on_tokens(s, [int(token) for token in tokens[s, told[s] : count]])
+                    told[s] = int(count)
 
     def _launch(self, step: Round, stream: Any) -> None:
         if self.observer is None:

@@ -136,6 +136,7 @@ class Family:
         rows: the dimension whose entries may not influence each other's outputs, not in a single bit; empty if there is none.
         take_rows: parameters, inputs and row numbers to the inputs of those rows alone, in that order; None when it is enough to
             index the inputs over `rows`.
+        device_runtime: it calls functions of CUDA's device runtime, so it is compiled as relocatable code.
     """
 
     name: str
@@ -151,3 +152,4 @@ class Family:
     workloads: Callable[[Any, np.random.Generator], Iterator[Workload]] = lambda params, rng: iter(())
     rows: str = ""
     take_rows: Callable[[Any, Arrays, npt.NDArray[np.intp]], Mapping[str, npt.NDArray[Any]]] | None = None
+    device_runtime: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kdgen.errors import DeviceError
@@ -28,6 +29,12 @@ class CudaEvent:
         """Wait until the stream's work before this event is done."""
         with plain_errors(f"waiting for an event on {self.device.name}"):
             self.core.sync()
+
+    @property
+    def done(self) -> bool:
+        """True when the stream's work before this event is done; does not wait."""
+        with plain_errors(f"asking for an event on {self.device.name}"):
+            return bool(self.core.is_done)
 
     def elapsed_ms(self, earlier: CudaEvent) -> float:
         """Milliseconds of GPU time from `earlier` to this event; waits for this one."""
@@ -90,6 +97,7 @@ class CudaGraph:
         self.executable: Any = None
         self._handle: Any = None
         self._kept: list[Any] = []
+        self._bodies: list[Any] = []
 
     def keep(self, thing: Any) -> None:
         """Let `thing` live as long as the graph."""
@@ -102,6 +110,27 @@ class CudaGraph:
         handle = self.device.stream_handle(stream)
         with self.device.current():
             check(driver.cuGraphLaunch(self._handle, handle), f"launching a graph on {self.device.name}")
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[tuple[int, int]]:
+        """A loop within the capture: what is launched on its stream runs again and again while its condition holds, which is so at first.
+
+        Yields:
+            The handle of the loop's stream, and that of its condition, for the kernel `loop_condition`.
+        """
+        with self.device.current(), plain_errors("starting a loop in a graph capture"):
+            condition = self.builder.create_condition(default_value=1)
+            body = self.builder.while_loop(condition)
+            body.begin_building("relaxed")
+        handle = int(body.stream.handle)
+        self.device.captures[handle] = self
+        try:
+            yield handle, int(condition.handle)
+        finally:
+            del self.device.captures[handle]
+            with self.device.current(), plain_errors("ending a loop in a graph capture"):
+                body.end_building()
+        self._bodies.append((condition, body))
 
     def begin(self) -> None:
         """Start to capture."""

@@ -20,6 +20,10 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the stream's work before this event is done."""
 
+    @property
+    def done(self) -> bool:
+        """True when the stream's work before this event is done; does not wait."""
+
     def elapsed_ms(self, earlier: Any) -> float:
         """Milliseconds from `earlier` to this event; both must have been recorded and be done."""
 

@@ -47,6 +47,11 @@ class HostEvent:
     def synchronize(self) -> None:
         """Nothing to wait for: launches have finished when they return."""
 
+    @property
+    def done(self) -> bool:
+        """True: launches have finished when they return."""
+        return True
+
     def elapsed_ms(self, earlier: HostEvent) -> float:
         """Milliseconds from `earlier` to this event."""
         if self._time is None or earlier._time is None:

@@ -24,6 +24,7 @@ from kdgen.compile.ptxas import Resources
 from kdgen.contract import Contract
 from kdgen.errors import KdgenError, RenderError
 from kdgen.spec import KernelSpec
+from kdgen.sweep.orphans import die_with_parent
 from kdgen.targets import Target
 
 #: Raised when `kdgen.sweep.instructions` counts otherwise.
@@ -131,7 +132,8 @@ class Compiler:
 
     def _submit(self, unit: Unit) -> Future[dict[str, Any]]:
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(self._jobs, multiprocessing.get_context("spawn"))
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, context, initializer=die_with_parent, initargs=(os.getpid(),))
         try:
             return self._pool.submit(compile_one, unit.to_json(), str(self._cache.root))
         except BrokenProcessPool:

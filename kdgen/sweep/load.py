@@ -193,7 +193,8 @@ def _filled_in(value: Any, path: str, kernel: KernelSpec) -> Any:
     *way, last = path.split(".")
     field = fields_at(data, ("params", *way)).get(last)
     try:
-        kind: TypeAdapter[Any] = TypeAdapter(field.annotation if field else Any)
+        annotation: Any = field.annotation if field else Any
+        kind: TypeAdapter[Any] = TypeAdapter(annotation)
         return kind.dump_python(kind.validate_json(json.dumps(value)), mode="json")
     except ValidationError:
         return value

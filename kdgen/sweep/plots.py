@@ -14,7 +14,8 @@ from kdgen.sweep.recorded import Recorded
 from kdgen.sweep.space import Axis
 from kdgen.sweep.stages import Row, Stage
 
-_MOST_PAIRS = 12
+_MOST_PAIRS = 15
+_BRIGHT = 0.5  # the lower half of the colour map is light
 _COLORS = ("#3366aa", "#cc7722", "#338855", "#aa3355", "#7755aa", "#668899", "#997733", "#335577")
 
 
@@ -147,7 +148,7 @@ def _pairs(recorded: Recorded, rows: Rows) -> dict[str, bytes]:
     }
     axes_used = [axis for axis in recorded.space.axes if len(axis.values) > 1]
     found: dict[str, bytes] = {}
-    for first, second in list(combinations(axes_used, 2))[:_MOST_PAIRS]:
+    for first, second in combinations(axes_used, 2):
         cells: dict[tuple[str, str], float] = {}
         for name, score in scores.items():
             values = rows[name][""].values
@@ -155,7 +156,7 @@ def _pairs(recorded: Recorded, rows: Rows) -> dict[str, bytes]:
             cells[key] = min(score, cells.get(key, score))
         rows_used = _labels(first, {key[0] for key in cells})
         columns = _labels(second, {key[1] for key in cells})
-        if len(rows_used) < 2 or len(columns) < 2:
+        if len(rows_used) < 2 or len(columns) < 2 or len(found) >= _MOST_PAIRS:
             continue
         figure, axes = _figure(1.8 + 0.75 * len(columns), 1.4 + 0.45 * len(rows_used))
         grid = [[cells.get((row, column), float("nan")) for column in columns] for row in rows_used]
@@ -167,7 +168,8 @@ def _pairs(recorded: Recorded, rows: Rows) -> dict[str, bytes]:
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
                 if not math.isnan(value):
-                    axes.text(x, y, f"{value:.3g}", ha="center", va="center", fontsize=7, color="white")
+                    color = "black" if image.norm(value) < _BRIGHT else "white"
+                    axes.text(x, y, f"{value:.3g}", ha="center", va="center", fontsize=7, color=color)
         figure.colorbar(image, label="best score")
         found[f"pair-{first.path}-{second.path}"] = _png(figure)
     return found

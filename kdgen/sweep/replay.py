@@ -71,11 +71,12 @@ def replay(recorded: Recorded, strategy: str, seed: int, budget: int | None) -> 
     if not finals:
         raise ArtifactError(f"{recorded.directory}: no stored configuration can be chosen; nothing to replay")
     search = make_strategy(strategy, recorded.space, seed, budget)
-    found: dict[str, float] = {}
+    # A sweep begins with the base spec's own configuration.
+    found = {recorded.incumbent: finals[recorded.incumbent]} if recorded.incumbent in finals else {}
     tried = unknown = cost = dry = 0
     curve: list[tuple[int, float]] = []
     looked: set[tuple[str, float]] = set()
-    limit = len(finals) if budget is None else min(budget, len(finals))
+    limit = len(finals) if budget is None else min(budget + len(found), len(finals))
     while dry < PATIENCE and (strategy == "halving" or len(found) < limit):
         trials = search.ask(8 if strategy == "halving" else min(8, limit - len(found)))
         if not trials:

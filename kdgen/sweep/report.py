@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -64,6 +65,7 @@ def report_html(recorded: Recorded, rows: Rows, images: Mapping[str, bytes]) -> 
     pairs = sorted(name for name in images if name.startswith("pair-"))
     if pairs:
         sections += ["<h2>Pairs of parameters</h2><p class=note>The best score with each pair of values.</p>", _images(images, pairs)]
+    sections.append(_long_values(recorded))
     body = "\n".join(filter(None, sections))
     title = f"kdgen sweep: {escape(recorded.name)}, {escape(recorded.target)}"
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style>'
@@ -104,6 +106,17 @@ def shown_values(recorded: Recorded, values: Mapping[str, Any]) -> str:
     base = paths_of(dict(recorded.params))
     changed = [f"{axis.path}={axis.label(values[axis.path])}" for axis in recorded.space.axes if values.get(axis.path) != base[axis.path]]
     return " ".join(changed) or "as the base spec"
+
+
+def _long_values(recorded: Recorded) -> str:
+    """What the numbers stand for that are shown instead of long values."""
+    lines = [
+        [axis.path, axis.label(value), json.dumps(value)]
+        for axis in recorded.space.axes
+        for value in axis.values
+        if axis.label(value) == f"#{axis.values.index(value) + 1}"
+    ]
+    return "<h2>Long values</h2>" + _table(("parameter", "shown as", "value"), lines) if lines else ""
 
 
 def _choices(recorded: Recorded, choices: Sequence[Choice]) -> str:

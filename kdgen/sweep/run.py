@@ -26,6 +26,8 @@ from kdgen.sweep.workloads import Shape, WorkloadSource
 
 #: Stages at which nothing was compiled yet: they cost nothing and count for no budget.
 _CHEAP = (Stage.CONSTRAINT, Stage.PARAMETERS, Stage.NO_FIT)
+#: What another attempt may change.
+_RETRIED = (Stage.NO_COMPILE, Stage.LAUNCH_FAILED, Stage.TIMED_OUT)
 #: Failures in a row after which the base spec must show that the GPU still works.
 _SUSPICIOUS = 3
 
@@ -90,6 +92,7 @@ class Sweep:
         worker: times configurations; None to stop at the static model.
         prune: configurations predicted to take more than so many times the best prediction are not timed; 0 for none.
         seed: of workloads.
+        retry: forget what did not compile, did not launch or took too long before, and try it again.
         listen: told of every outcome.
     """
 
@@ -104,6 +107,7 @@ class Sweep:
         worker: Worker | None = None,
         prune: float = 0.0,
         seed: int = 0,
+        retry: bool = False,
         listen: Callable[[Outcome], None] = lambda outcome: None,
     ):
         self.spec, self.store, self.place = spec, store, place
@@ -112,6 +116,9 @@ class Sweep:
         self._source = WorkloadSource(seed, light=True)
         self._scratch = tempfile.TemporaryDirectory(prefix="kdgen-sweep-")
         self._rows = by_configuration(store.rows(place))
+        for name in [name for name, rows in self._rows.items() if retry and WHOLE in rows and rows[WHOLE].stage in _RETRIED]:
+            store.remove(place, name)
+            del self._rows[name]
         self._published: set[str] = set()
         self._seen: set[str] = set()
         self._failures = 0
@@ -242,8 +249,15 @@ class Sweep:
             waiting[name].known = False
             self._record_compiled(waiting[name], result)
         if self._worker is not None:
+            self._note_best(candidates)
             for item in candidates:
                 self._time(item)
+
+    def _note_best(self, candidates: list[_Candidate]) -> None:
+        """The best prediction so far, with those that are about to be timed."""
+        names = tuple(shape.name for shape in self.shapes)
+        scores = [score for item in candidates if (score := self._score(item.name, names, measured=False)) is not None]
+        self._best_prediction = min([*scores, *([self._best_prediction] if self._best_prediction is not None else [])], default=None)
 
     def _fits(self, item: _Candidate) -> bool:
         """Whether the family and the target have room; says so otherwise."""
@@ -330,10 +344,8 @@ class Sweep:
 
     def _prunes(self, item: _Candidate) -> str:
         score = self._score(item.name, tuple(shape.name for shape in self.shapes), measured=False)
-        if score is None or not self._prune:
+        if score is None or not self._prune or self._best_prediction is None:
             return ""
-        if self._best_prediction is None or score < self._best_prediction:
-            self._best_prediction = score
         if score <= self._prune * self._best_prediction:
             return ""
         return f"predicted to take {score / self._best_prediction:.2f} times as long as the best, the limit is {self._prune:g}"

@@ -15,7 +15,6 @@ from typing import Any
 
 from kdgen.expressions import ExpressionError, evaluate
 
-
 _LABEL = 20
 
 

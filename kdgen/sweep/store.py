@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,10 +87,22 @@ class Store:
             raise self._failure(error) from error
         with self._guarded():
             if not read_only:
-                self._db.execute("pragma journal_mode = wal")
+                self._switch_to_wal()
                 self._db.execute("pragma synchronous = normal")
                 self._create()
         self._check_schema()
+
+    def _switch_to_wal(self) -> None:
+        # SQLite does not wait for another process that is just switching; whoever comes second has to try again.
+        limit = time.monotonic() + _WAIT_SECONDS
+        while True:
+            try:
+                self._db.execute("pragma journal_mode = wal")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > limit:
+                    raise
+                time.sleep(0.02)
 
     def _create(self) -> None:
         # Two sweeps may start at once: the second waits here, and finds everything made.
@@ -192,6 +205,13 @@ class Store:
             else:
                 found = self._db.execute(f"{text} order by configuration, shape", _key(place)).fetchall()
         return [_from_values(item) for item in found]
+
+    def remove(self, place: Place, configuration: str) -> None:
+        """Forget a configuration."""
+        with self._guarded():
+            self._db.execute(
+                "delete from results where spec = ? and device = ? and toolchain = ? and configuration = ?", (*_key(place), configuration)
+            )
 
     def limit_pages(self, pages: int) -> None:
         """Let the file grow to so many pages at most; what a full disk does, for whoever wants to bound a store."""

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol
 
 from kdgen.errors import DeviceError, KdgenError, LaunchError
+from kdgen.sweep.orphans import die_with_parent
 
 #: What timing uses by default: `module:function`, called with the settings of `Measuring`.
 CUDA = "kdgen.sweep.measure:make"
@@ -123,7 +124,7 @@ class Worker:
             self.stop()
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
-            self._process = context.Process(target=serve, args=(theirs, self.factory, dict(self.settings)), daemon=True)
+            self._process = context.Process(target=serve, args=(theirs, self.factory, dict(self.settings), os.getpid()), daemon=True)
             self._process.start()
             theirs.close()
             self._pipe = ours
@@ -147,16 +148,12 @@ class Worker:
             self._pipe = None
 
 
-def serve(pipe: Connection, factory: str, settings: dict[str, Any]) -> None:
-    """The process: answers requests until the pipe is closed."""
-    parent = os.getppid()
+def serve(pipe: Connection, factory: str, settings: dict[str, Any], parent: int) -> None:
+    """The process: answers requests until the pipe is closed, or whoever asks has ended."""
+    die_with_parent(parent)
     module, _, function = factory.partition(":")
     measurer: Any = None
     while True:
-        # Whoever asks may have been killed: nobody would ever end this process then.
-        while not pipe.poll(1.0):
-            if os.getppid() != parent:
-                return
         try:
             request, arguments = pipe.recv()
         except EOFError:

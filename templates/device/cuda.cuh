@@ -158,6 +158,11 @@ KD_DEVICE void grid_wait() {}
 KD_DEVICE void grid_release() {}
 #endif
 
+#ifdef __CUDACC_RDC__
+// The condition of the graph's loop with this handle. Only for families of the device runtime: the driver links the function in.
+KD_DEVICE void set_loop_condition(u64 handle, bool goes_on) { cudaGraphSetConditional(handle, goes_on ? 1 : 0); }
+#endif
+
 // ---------------------------------------------------------------------------------------------- global memory
 // Read-only data, cached; `T` of 4, 8 or 16 bytes.
 template <class T> KD_DEVICE T load_constant(const T* p) {

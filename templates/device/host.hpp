@@ -140,6 +140,7 @@ KD_DEVICE void bulk_copy(saddr to, const void* from, u32 bytes, saddr barrier, K
 KD_DEVICE void async_proxy_fence() {}
 KD_DEVICE void grid_wait() {}  // launches of a stream run one after another
 KD_DEVICE void grid_release() {}
+KD_DEVICE void set_loop_condition(u64, bool, KD_SITE) { fault(site, "there are no loops of graphs on the host: the handle must be 0"); }
 
 // ---------------------------------------------------------------------------------------------- global memory
 template <class T> KD_DEVICE T load_constant(const T* p) { return *p; }

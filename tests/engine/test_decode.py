@@ -228,3 +228,30 @@ def test_drafters_by_name(text, want):
 def test_unknown_drafters(text):
     with pytest.raises(UsageError, match="allowed are ngram, oracle"):
         parse_drafter(text)
+
+
+@pytest.mark.parametrize("mode", ["ar", "chain", "tree"])
+def test_a_loop_on_the_device_decodes_the_same(engines, device, mode):
+    engine = engines("tiny-narrow-int4", device)
+    rng = np.random.default_rng(11)
+    for _ in range(3):
+        requests = [random_request(rng, engine) for _ in range(3)]
+        drafter = random_drafter(rng)
+        by_host = engine.generate(requests, mode=mode, drafter=drafter)
+        came: dict[int, list[int]] = {}
+        by_device = engine.generate(
+            requests,
+            mode=mode,
+            drafter=drafter,
+            loop="device",
+            on_tokens=lambda s, tokens, came=came: came.setdefault(s, []).extend(tokens),
+        )
+        assert [result.tokens for result in by_device.results] == [result.tokens for result in by_host.results]
+        assert [sorted(result.accepted) for result in by_device.results] == [sorted(result.accepted) for result in by_host.results]
+        assert by_device.forwards == by_host.forwards
+        assert [came.get(s, [r.tokens[0]]) for s, r in enumerate(by_host.results)] == [list(r.tokens) for r in by_host.results]
+
+
+def test_a_device_loop_keeps_no_logits(engines):
+    with pytest.raises(UsageError, match="device without recorded logits"):
+        engines("tiny-narrow-int4", "host").generate([Request([1], 3)], mode="ar", loop="device", record=True)

@@ -1,7 +1,11 @@
 """Regenerate the tracked golden bundles: `python tests/golden/regenerate.py` (with a directory as argument: there instead of here).
 
-A bundle pins what a kernel family's reference says for a few inputs. The inputs come from a hash and hold dyadic fractions, so that
+`ddtree.kdtr` pins what a kernel family's reference says for a few inputs. The inputs come from a hash and hold dyadic fractions, so that
 they, and every sum of them, are the same bits on every machine and with every numpy.
+
+`bundles/` has models of the toy engine specs with what the numpy engine makes of a prompt (`kdgen bundle SPEC -o FILE --no-weights`). The
+logits are float64 sums rounded to float32; a test keeps every one of them far enough from the middle of two float32 that another order of
+the sums rounds it alike.
 """
 
 from __future__ import annotations
@@ -9,14 +13,17 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kdgen.engine.bundle import write_bundle
 from kdgen.kdtr import Writer
 from kdgen.kernels import tree_build
+from kdgen.spec import load_spec
 
 Array = npt.NDArray[Any]
 
@@ -75,13 +82,27 @@ def write_ddtree(path: Path) -> None:
             writer.add(name, values)
 
 
-BUNDLES: dict[str, Callable[[Path], None]] = {"ddtree.kdtr": write_ddtree}
+#: Engine spec of each model bundle to its seed; f32 and INT4 have the same weights, before they are quantized.
+MODEL_SEEDS = {"tiny-narrow-f32": 4, "tiny-narrow-int4": 4, "tiny-wide-f32": 2, "tiny-wide-int4": 2}
+
+
+def write_model(name: str, path: Path) -> None:
+    """The bundle of a toy engine spec, without its weights."""
+    spec = load_spec(HERE.parents[1] / "specs" / "engines" / f"{name}.yaml")
+    write_bundle(path, spec, seed=MODEL_SEEDS[name], weights=False)
+
+
+BUNDLES: dict[str, Callable[[Path], None]] = {
+    "ddtree.kdtr": write_ddtree,
+    **{f"bundles/{name}.kdtr": partial(write_model, name) for name in MODEL_SEEDS},
+}
 
 
 def main(arguments: list[str]) -> None:
     """Write every bundle."""
     directory = Path(arguments[0]) if arguments else HERE
     for name, write in BUNDLES.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         write(directory / name)
         print(directory / name)
 

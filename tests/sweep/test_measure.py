@@ -18,7 +18,9 @@ from kdgen.targets import get_target
 from kdgen.verify.kernel import Verdict
 from tests.sweep.fakes import ROOT
 
-SMALL = {"n": 64, "k": 256, "rows": 64, "slices": 1, "few_rows": 0}
+SMALL = {
+    "n": 64, "k": 256, "rows": 64, "slices": 1, "few_rows": 0, "tile": {"n": 64, "k": 64}, "warps": {"n": 4, "k": 2},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def test_right_kernels_pass_and_wrong_ones_are_named(built, measurer):
     lying = Job("wrong", "gemm", {**built["a"].params, "x_offset": 0, "residual": True, "out": "f32"}, "gemm", built["a"].directory)
     assert measurer.check(lying).startswith("case ")
     other = Job("other", "gemm", {**built["a"].params, "slices": 1}, "gemm", built["a"].directory)
-    measurer._cases = SimpleNamespace(wrap=lambda kernel: sabotaged(kernel))
+    measurer._cases = SimpleNamespace(wrap=sabotaged)
     assert measurer.check(other).startswith("case T = 1: out[")
 
 

@@ -95,7 +95,7 @@ def test_a_choice_becomes_a_spec_on_top_of_the_base(stored, tmp_path):
     path = tmp_path / "tuned" / "sm_90" / "small.yaml"
     choice, spec = apply(recorded, path)
     text = path.read_text()
-    assert "base: \"../../small.yaml\"" in text
+    assert 'base: "../../small.yaml"' in text
     assert "measured on a GPU" in text
     assert spec.targets == ("sm_90",)
     params = load_spec(path).kernels[0].params.model_dump(mode="json")
@@ -119,7 +119,7 @@ def test_a_base_that_has_changed_leaves_the_tuned_spec_as_it_was(stored, tmp_pat
     apply(recorded, path)
     before = path.read_bytes()
     small = tmp_path / "small.yaml"
-    small.write_text(small.read_text().replace("k: 2048", "k: 64"))
+    small.write_text(small.read_text().replace('"k": 2048', '"k": 64'))
     with pytest.raises(SpecError):
         apply(recorded, path)
     assert path.read_bytes() == before

@@ -148,7 +148,7 @@ def test_a_gpu_that_runs_nothing_any_more_ends_the_sweep(tmp_path):
         assert stages_of(store)["measured"] == 6
     dead = Dying()
     dead.alive = 0
-    with Store(tmp_path / "other") as store, pytest.raises(DeviceError, match="base spec's own configuration cannot be measured: .*lost"):
+    with Store(tmp_path / "other") as store, pytest.raises(DeviceError, match=r"base spec's own configuration cannot be measured: .*lost"):
         sweep_with(store, spec, shapes, worker=Direct(dead))
 
 
@@ -224,7 +224,9 @@ def test_a_budget_counts_what_was_compiled(tmp_path):
 def test_a_space_without_a_valid_point_is_refused_with_the_constraint(tmp_path):
     spec, shapes = load_small(tmp_path, constraints="  - 'stages > 8'\n  - 'slices > 2'\n")
     with Store(tmp_path / "out") as store:
-        with pytest.raises(SpecError, match=r"sweep.yaml:\d+: constraints: none of the space's points satisfies the constraints: 'stages > 8'"):
+        with pytest.raises(
+            SpecError, match=r"sweep.yaml:\d+: constraints: none of the space's points satisfies the constraints: 'stages > 8'"
+        ):
             sweep_with(store, spec, shapes)
         with pytest.raises(SpecError, match="none of the space's points satisfies"):
             sweep_with(store, spec, shapes, strategy="random", budget=5)
@@ -256,3 +258,15 @@ def test_two_seeds_choose_configurations_of_nearly_the_same_time(tmp_path, strat
     assert full.behind <= recorded.objective.noise
     assert full.chosen == choose(by_configuration(recorded.rows), spec.incumbent_id, shapes, spec.objective)[0].configuration
     assert full.unknown == 0
+
+
+def test_failures_can_be_tried_again(tmp_path):
+    spec, shapes = load_small(tmp_path, "  stages: [2, 4, 7, 8]\n")
+    with Store(tmp_path / "out") as store:
+        sweep_with(store, spec, shapes, worker=Direct(), compiler=FakeCompiler(fails=4))
+        assert stages_of(store) == {"does not compile": 1, "launch failed": 1, "wrong": 1, "measured": 1}
+        second = Direct()
+        second.measurer.time = lambda job, incumbent, shape: {"median": 1.0, "low": 1.0, "high": 1.0, "incumbent": 1.0}
+        sweep_with(store, spec, shapes, worker=second, retry=True)
+        assert stages_of(store) == {"wrong": 1, "measured": 3}
+        assert [item[0] for item in second.asked].count("check") == 2

@@ -29,7 +29,11 @@ SASS = """
         /*00a0*/                   EXIT ;
         /*00b0*/                   NOP ;
 """
-GEMM = load_spec(ROOT / "specs" / "kernels" / "gemm.yaml").kernels[0]
+GEMM = (
+    load_spec(ROOT / "specs" / "kernels" / "gemm.yaml")
+    .kernels[0]
+    .with_params(n=2112, k=7168, tile={"n": 64, "k": 64}, warps={"n": 4, "k": 2}, slices=4, few_rows=8, stages=8)
+)
 ATTENTION = load_spec(ROOT / "specs" / "kernels" / "tree_attention.yaml").kernels[0]
 HOT = {"instructions": 200, "mma": 32, "integer": 60, "shared_bytes": 8192, "load_bytes": 4096}
 
@@ -38,7 +42,7 @@ def estimates(kernel, arch="sm_90", shapes=("T = 1", "T = 64"), registers=100, h
     target = get_target(arch)
     contract = kernel.family.contract(kernel.params, target)
     need = dict.fromkeys(contract.entries, Resources(registers, 0, 0, 0, 0))
-    code = dict.fromkeys(contract.entries, {"hot": hot or HOT, "inner": 1})
+    code = {entry: {"hot": hot or HOT, "inner": 1} for entry in contract.entries}
     found = WorkloadSource(0, light=True).get(kernel, shapes)
     return [estimate(kernel, target, contract, need, code, found[shape]) for shape in shapes]
 

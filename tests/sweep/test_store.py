@@ -68,7 +68,9 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path):
     with Store(tmp_path) as store:
         store.put(PLACE, [ROW])
         store.limit_pages(30)
-        with pytest.raises(KdgenError, match=r"database or disk is full; the disk is full: free some space, and give the same command again"):
+        with pytest.raises(
+            KdgenError, match=r"database or disk is full; the disk is full: free some space, and give the same command again"
+        ):
             store.put(PLACE, big)
         assert store.rows(PLACE) == [ROW]
     with Store(tmp_path) as store:
@@ -94,7 +96,7 @@ def test_places_that_are_no_stores(tmp_path):
     with pytest.raises(ArtifactError, match=r"holds no sweep.sqlite"):
         Store(tmp_path, read_only=True)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(KdgenError, match="cannot be made: .*; choose another --out"):
+    with pytest.raises(KdgenError, match=r"cannot be made: .*; choose another --out"):
         Store(tmp_path / "file" / "inner")
     (tmp_path / FILE_NAME).write_bytes(b"this is no database, and never was one" * 100)
     with pytest.raises(ArtifactError, match="damaged, or no store of a sweep"):
@@ -171,5 +173,3 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
         table = parquet.read_table(tmp_path / "x.parquet").to_pylist()
         assert table[0]["predicted"] == 1.5
         assert table[0]["tile.n"] == 64
-
-

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,18 @@ def test_a_sweep_without_a_gpu_from_end_to_end(swept, tmp_path, capsys):
     assert (code, said.strip()) == (0, f"{tmp_path / 'rows.csv'}: 44 rows")
 
 
+def children_of(parent):
+    """Process numbers of the children of a process."""
+    return [int(pid) for task in Path(f"/proc/{parent}/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_ends_with_the_same_rows_when_it_is_started_again(swept, tmp_path):
     command = [sys.executable, "-m", "kdgen.cli", "sweep", str(swept), "--arch", "sm_90", "-j", "2", "--out"]
@@ -76,23 +89,43 @@ def test_a_killed_sweep_ends_with_the_same_rows_when_it_is_started_again(swept, 
             pass
         time.sleep(0.05)
     assert victim.poll() is None, "it is to be killed half-way"
+    helpers = children_of(victim.pid)
+    assert helpers
     os.kill(victim.pid, signal.SIGKILL)
     victim.wait()
+    time.sleep(1.0)
+    assert not [pid for pid in helpers if is_running(pid)], "nothing of it goes on"
     before = rows_in(tmp_path / "parts")
     assert 9 <= sum(map(len, before.values())) < 44
     subprocess.run([*command, str(tmp_path / "parts")], env=environment, check=True, capture_output=True)
     subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True, capture_output=True)
     parts, whole = rows_in(tmp_path / "parts"), rows_in(tmp_path / "whole")
     assert parts == whole
+    assert sum(str(row.stage) == "compiled" for rows in whole.values() for row in rows) == 14 * 3
     ((place, rows),) = before.items()
     assert {row["configuration"] for row in comparable(rows)} <= {row["configuration"] for row in comparable(parts[place])}
+
+
+def test_a_sweep_in_which_nothing_can_be_chosen_fails(tmp_path, monkeypatch, capsys):
+    from kdgen.errors import CompileError
+    from kdgen.sweep.compiling import Compiler
+
+    monkeypatch.setattr(Compiler, "compile", lambda self, kernels, target: iter((name, CompileError("refused")) for name in kernels))
+    path = write_sweep(tmp_path, "  sequences: [1, 2]\n", shapes=SHAPES, base="tree_build")
+    code, said, told = run(capsys, path, "--arch", "sm_90", "--out", tmp_path / "out")
+    assert code == 1
+    assert "none of 3 configurations can be chosen:\n3 × does not compile: refused" in told
+    assert "does not compile      3" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--arch", "sm_90"], "kdgen sweep needs --out"),
-        (["--arch", "sm_90", "--out", "o", "--budget", "ten"], "--budget ten: allowed are a number of configurations such as 100, or a time"),
+        (
+            ["--arch", "sm_90", "--out", "o", "--budget", "ten"],
+            "--budget ten: allowed are a number of configurations such as 100, or a time",
+        ),
         (["--arch", "host", "--out", "o"], "sweeps are for GPUs"),
         (["--arch", "sm_1", "--out", "o"], "unknown target 'sm_1'"),
         (["--arch", "sm_90", "--out", "o", "--strategy", "luck"], "unknown strategy 'luck'"),
