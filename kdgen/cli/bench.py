@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,6 +30,7 @@ def bench(
         str, typer.Option("--step", metavar="ROWS", help="Of an engine spec: a rank's whole forward of so many rows, as 1,8,16,32.")
     ] = "",
     context: Annotated[int, typer.Option("--context", min=0, max=1 << 20, help="Tokens before the rows of --step.")] = 8192,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the results, as a PNG.")] = None,
     overrides: SetOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -47,6 +49,10 @@ def bench(
         return
     with Bench(load_spec(str(spec), overrides or ()), device, seed) as run:
         results = list(run.results(launches, replays, only, sustained))
+    if plot is not None:
+        from kdgen.bench.plot import draw
+
+        draw(results, f"{run.spec.name} on {run.target.name}", plot)
     if json:
         ceilings = {"read": run.ceilings.read, "mma": run.ceilings.mma}
         document = {"spec": run.spec.name, "target": run.target.name, "ceilings": ceilings, "results": [r.to_json() for r in results]}

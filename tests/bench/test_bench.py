@@ -7,8 +7,10 @@ import pytest
 
 from kdgen import cli
 from kdgen.bench.ceilings import ceiling_kernels
+from kdgen.bench.measure import Timing
 from kdgen.bench.moe_layer import MoeLayer
-from kdgen.bench.run import COLD_BYTES, Bench
+from kdgen.bench.plot import curves, draw
+from kdgen.bench.run import COLD_BYTES, Bench, Result
 from kdgen.build import build_spec
 from kdgen.errors import UsageError
 from kdgen.kernels import families
@@ -30,7 +32,9 @@ def test_the_command_refuses_the_host(capsys):
     assert "emulates arithmetic, not time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted(path for kind in ("kernels", "engines") for path in (ROOT / "specs" / kind).glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(path for kind in ("kernels", "engines") for path in (ROOT / "specs" / kind).glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_kernel_of_an_engine_has_workloads_that_its_contract_takes(path):
     from kdgen.targets import get_target
     from kdgen.verify.kernel import bound_dimensions
@@ -87,3 +91,31 @@ def test_the_moe_layer_of_an_engine_is_a_chain_of_its_kernels(tmp_path, monkeypa
 
 def test_a_spec_without_experts_has_no_moe_layer():
     assert MoeLayer.of(load_spec(PROBE)) is None
+
+
+def result(kernel: str, workload: str, median: float, share: float = 0.5) -> Result:
+    return Result(kernel, workload, Timing(median, median, median, 10, 5), 1e12, 0.0, share, 0.0)
+
+
+def test_curves_of_a_run():
+    results = [
+        result("a", "8k, T = 16", 2.0),
+        result("a", "8k, T = 1", 1.0),
+        result("a", "T = 8, skewed", 3.0),
+        result("b", "no move", 4.0),
+    ]
+    found = curves(results)
+    assert {name: [size for size, _ in points] for name, points in found.items()} == {
+        "a 8k": [1, 16],
+        "a skewed": [8],
+        "b no move": [1],
+    } | {}
+    assert "a , skewed" not in found
+
+
+def test_a_picture_of_a_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bench.png"
+    draw([result("a", "T = 1", 1.0), result("a", "T = 8", 2.0), result("b", "no move", 4.0, 0.0)], "title", path)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [item.name for item in tmp_path.iterdir()] == ["bench.png"]
