@@ -21,7 +21,7 @@ class _UnavailableError(Exception):
 
 def check_engine(document: Document) -> None:
     """Report every broken rule at the key that breaks it."""
-    for rule in (_slices, _experts, _quantization, _positions, _tree, _drafter, _features):
+    for rule in (_slices, _experts, _quantization, _types, _positions, _tree, _drafter, _features):
         rule(_Values(document))
 
 
@@ -132,6 +132,24 @@ def _quantization(values: _Values) -> None:
             values.fault("model.moe_intermediate", f"{message}: {values.where('ranks')}")
     except _UnavailableError:
         return
+
+
+def _types(values: _Values) -> None:
+    """Experts are INT4 exactly when the model says that they are quantized; the cache holds activations."""
+    with suppress(_UnavailableError):
+        wanted, stored = values.find("types.activations", str), values.find("cache.dtype", str)
+        if wanted != stored:
+            values.fault("cache.dtype", f"value {stored}, allowed types.activations = {wanted}")
+    document = values.document
+    if document.is_suspect(("model", "quantization")) or document.is_suspect(("types", "experts")):
+        return
+    model, types = document.data.get("model"), document.data.get("types") or {}
+    if not isinstance(model, dict) or not isinstance(types, dict):
+        return
+    experts = types.get("experts", default_of(document.data, ("types", "experts")))
+    if (experts == "int4") != (model.get("quantization") is not None):
+        allowed = "int4: model.quantization is set" if model.get("quantization") is not None else "bf16 or f32: model.quantization is null"
+        values.fault("types.experts", f"value {experts}, allowed {allowed}")
 
 
 def _positions(values: _Values) -> None:

@@ -35,15 +35,40 @@ def json_schema(kind: Literal["kernel", "engine"] | str) -> dict[str, Any]:
         "title": f"kdgen {kind} spec",
         **{key: value for key, value in base.items() if key != "title"},
     }
-    # What a file inherits need not stand in it.
-    rule = {"if": {"required": ["base"]}, "then": {"required": ["kind", "name"]}, "else": {"required": schema.pop("required")}}
-    schema["allOf"] = [*schema.get("allOf", ()), rule]
     for name, node in list(definitions.items()):
         definitions[name] = _admit_expressions(node)
     schema = dict(_admit_expressions(schema))
+    schema = _with_inheritance(schema, definitions)
     definitions["expression"] = {"type": "string", "pattern": r"^\$\{.*\}$", "description": "a value derived from others of the spec"}
     schema["$defs"] = dict(sorted(definitions.items()))
     return schema
+
+
+def _with_inheritance(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema for files with and without `base`: what a file inherits need not stand in it, at any depth."""
+    head: dict[str, Any] = {key: schema.pop(key) for key in ("$schema", "title", "description") if key in schema}
+    loose = {f"inherits.{name}": _loosened(node) for name, node in definitions.items()}
+    loose["inherits"] = {**_loosened(schema), "required": ["kind", "name"]}
+    definitions.update(loose)
+    definitions["whole"] = schema
+    return {**head, "if": {"required": ["base"]}, "then": {"$ref": "#/$defs/inherits"}, "else": {"$ref": "#/$defs/whole"}}
+
+
+def _loosened(node: Any) -> Any:
+    """A copy of a schema without demands for keys, that refers to such copies."""
+    if isinstance(node, list):
+        return [_loosened(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    copy = {}
+    for key, value in node.items():
+        if key == "if":  # a condition, not a demand
+            copy[key] = value
+        elif key == "$ref" and value != _EXPRESSION["$ref"]:
+            copy[key] = value.replace("#/$defs/", "#/$defs/inherits.")
+        elif key != "required" or not isinstance(value, list):
+            copy[key] = _loosened(value)
+    return copy
 
 
 def write_schemas(directory: Path) -> tuple[Path, ...]:

@@ -247,3 +247,50 @@ def test_torch_tensors(kit: Kit) -> None:
     kit["copy"](torch.ones((2, 4), dtype=torch.bfloat16), target)
     assert target.tolist() == [[1.0] * 4] * 2
     assert torch.from_dlpack(kit.device.array(np.ones(2, ml_dtypes.bfloat16))).dtype == torch.bfloat16
+
+
+def test_parts_share_memory_with_the_whole() -> None:
+    device = HostDevice()
+    whole = device.array(np.arange(24, dtype=np.float32).reshape(4, 6))
+    assert whole[1].numpy().tolist() == [6, 7, 8, 9, 10, 11]
+    assert whole[1].pointer == whole.pointer + 24
+    assert whole.reshape(2, 12)[1].numpy()[0] == 12
+    part = whole.part(4, (2, 3))
+    part.copy_from(np.zeros((2, 3), np.float32))
+    assert whole.numpy().reshape(-1)[3:11].tolist() == [3, 0, 0, 0, 0, 0, 0, 10]
+    part.copy_from(whole.part(12, (2, 3)))
+    assert part.numpy().tolist() == [[12, 13, 14], [15, 16, 17]]
+    alive = weakref.ref(whole._memory)
+    del whole
+    gc.collect()
+    assert alive() is not None
+    assert part.numpy()[1, 2] == 17
+
+
+@pytest.mark.parametrize(("first", "shape"), [(-1, (2,)), (23, (2,)), (0, (5, 6))])
+def test_parts_stay_within_the_whole(first: int, shape: tuple[int, ...]) -> None:
+    with pytest.raises(LaunchError, match="which has 24"):
+        HostDevice().empty((4, 6), "f32").part(first, shape)
+
+
+def test_a_part_past_the_first_axis() -> None:
+    whole = HostDevice().empty((4, 6), "f32")
+    with pytest.raises(IndexError, match="index 4 of an array with 4 entries"):
+        whole[4]
+    with pytest.raises(LaunchError, match=r"cannot be given the shape \[5, 5\]"):
+        whole.reshape(5, 5)
+
+
+def test_a_kernel_takes_a_part(kit: Kit) -> None:
+    out = HostDevice().empty((2, 3), "i32")
+    mine = kit["stray"].device.empty((2, 3), "i32")
+    kit["stray"](mine[1], 1)
+    assert mine.numpy().tolist() == [[-1, -1, -1], [-1, 7, -1]]
+    assert out.shape == (2, 3)
+
+
+def test_outputs_are_made_for_the_arguments_that_are_given(kit: Kit) -> None:
+    arrays = kit["stray"].complete({"N": 3}, at=1)
+    assert set(arrays) == {"out", "at"}
+    kit["stray"](**arrays)
+    assert arrays["out"].numpy().tolist() == [-1, 7, -1]

@@ -23,7 +23,7 @@ def test_engine_spec(loader, engine_text):
     spec = loader.load(engine_text)
     line = engine_text.splitlines().index("  probe:") + 1
     assert spec.engine is not None
-    assert (spec.kernel("probe").line, spec.engine.draft.block, spec.engine.draft.mask_token) == (line, 4, 255)
+    assert (spec.kernel("probe").line, spec.engine.draft.block, spec.engine.draft.mask_token) == (line, 8, 255)
 
 
 def test_digest_depends_on_values_only(loader, tmp_path, kernel_text):
@@ -168,7 +168,7 @@ def test_expressions_in_an_engine_spec(loader, engine_text):
         + '      stages: ${tree.width_cap + 1}\n      splits: ["${tree.budget + 1}"]\n'
     )
     params = loader.load(text).kernel("probe").params
-    assert (params.tile.n, params.stages, params.splits) == (128, 1, (9,))
+    assert (params.tile.n, params.stages, params.splits) == (128, 1, (25,))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,9 @@ def test_unknown_kernel_in_an_override(loader, engine_text):
         (["ranks=3"], {"--set ranks=3"}, "allowed divisors of model.heads = 8 (line 10)"),
         (["draft.block=3"], {"tree.depth"}, "allowed at most 2: draft.block = 3 - 1"),
         (["model.experts_per_token=33"], {"--set model.experts_per_token=33"}, "allowed at most 32: model.experts = 32"),
-        (["tree.width_cap=5"], {"--set tree.width_cap=5"}, "tree.top_k = 4"),
+        (["tree.width_cap=9"], {"--set tree.width_cap=9"}, "tree.top_k = 8"),
+        (["types.experts=bf16"], {"--set types.experts=bf16"}, "allowed int4: model.quantization is set"),
+        (["types.activations=bf16", "cache.dtype=f32"], {"--set cache.dtype=f32"}, "allowed types.activations = bf16"),
         (["draft.target_layers=[0, 3]"], {"--set draft.target_layers=[0, 3]"}, "allowed 0…2"),
         (["draft.target_layers=[2, 0]"], {"--set draft.target_layers=[2, 0]"}, "above the one before"),
         (["draft.layer_types=[full]"], {"--set draft.layer_types=[full]"}, "1 items, allowed 2"),
@@ -297,15 +299,15 @@ def test_engine_rules(loader, engine_text, overrides, keys, part):
 
 
 def test_engine_rule_names_the_line(loader, engine_text):
-    text = engine_text.replace("  depth: 3", "  depth: 5").replace("block: ${tree.depth + 1}", "block: 4")
+    text = engine_text.replace("  depth: 7", "  depth: 9").replace("block: ${tree.depth + 1}", "block: 8")
     fault = loader.fault(text)
     lines = text.splitlines()
-    assert fault.line == lines.index("  depth: 5") + 1
-    assert f"draft.block = 4 (line {lines.index('  block: 4') + 1})" in fault.message
+    assert fault.line == lines.index("  depth: 9") + 1
+    assert f"draft.block = 8 (line {lines.index('  block: 8') + 1})" in fault.message
 
 
 def test_quantization_may_be_left_out(loader, engine_text):
-    text = engine_text.replace("  quantization:\n    bits: 4\n    group: 32\n", "")
+    text = engine_text.replace("  quantization:\n    bits: 4\n    group: 32\n", "").replace("experts: int4", "experts: bf16")
     assert text != engine_text
     assert loader.load(text).engine.model.quantization is None
 
