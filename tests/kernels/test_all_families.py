@@ -125,7 +125,7 @@ VARIANTS = {
         MANY, {**MANY, "role": "down", "warps": 8},
         {**DOWN, "early": True, "launches": [{"rows": 12, "stages": 4, "resident": True},
                                              {"rows": 40, "row_tile": 32, "stages": 2, "resident": True}]},
-        {**DOWN, "x_dtype": "f32", "weights": "f32", "early": True, "launches": [{"rows": 40, "stages": 3, "resident": True}]},
+        {**DOWN, "x_dtype": "f32", "weights": "f32", "early": True, "warps": 2, "launches": [{"rows": 40, "stages": 3, "resident": True}]},
         {**EXPERTS, "early": True}, {**MANY, "role": "down", "launches": [{"rows": 20, "stages": 2, "resident": True}]},
     ],
     "moe_combine": [
