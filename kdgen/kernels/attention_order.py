@@ -34,7 +34,7 @@ def ordered(p: tree_attention.Params, inputs: Arrays, exp2: Callable[[Floats], F
         bounds = [*range(0, body, size), body, position + 1]
         query = inputs["q"][row].astype(np.float32)
         splits = [_split(p, query, keys[a:b].astype(np.float32), exp2) for a, b in itertools.pairwise(bounds)]
-        out[row] = _combined(splits, exp2)
+        out[row] = _combined(p, splits, exp2)
     return out
 
 
@@ -110,7 +110,22 @@ def _fma(a: Any, b: Any, c: Any) -> Floats:
     return np.asarray(bits.view(np.float64), np.float32)
 
 
-def _combined(splits: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]], exp2: Callable[[Floats], Floats]) -> Floats:
+def _packed(p: tree_attention.Params, sums: Floats) -> tuple[Floats, Floats]:
+    """Sums `[heads, latent]` as integers, and what a one of them is worth, both `[heads, latent]`."""
+    integers, units = np.zeros_like(sums), np.ones_like(sums)
+    group = p.warp_tiles * 16
+    for first in range(0, p.latent, group):
+        part = slice(first, first + group)
+        largest = np.abs(sums[:, part]).max(axis=1).view(np.int32) >> 23
+        exponent = np.maximum(largest, tree_attention.LEAST_EXPONENT)[:, None] - 127 - tree_attention.FRACTION_BITS
+        integers[:, part] = np.rint(np.ldexp(sums[:, part].astype(np.float64), -exponent))
+        units[:, part] = np.ldexp(np.float32(1), exponent)
+    return integers, units
+
+
+def _combined(
+    p: tree_attention.Params, splits: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]], exp2: Callable[[Floats], Floats]
+) -> Floats:
     """Splits `(reference, sum of weights, sums)` to the result, as the combining blocks do."""
     top = np.max([reference for reference, _, _ in splits], axis=0)
     factors = [exp2(reference - top) for reference, _, _ in splits]
@@ -118,7 +133,11 @@ def _combined(splits: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray
     warps = np.zeros((8, *splits[0][2].shape), np.float32)
     for i, (factor, (_, total, sums)) in enumerate(zip(factors, splits, strict=True)):
         lanes[i % 32] = _fma(factor, total, lanes[i % 32])
-        warps[i % 8] = _fma(factor[:, None], sums, warps[i % 8])
+        if p.packed:
+            integers, units = _packed(p, sums)
+            warps[i % 8] = _fma(factor[:, None] * units, integers, warps[i % 8])
+        else:
+            warps[i % 8] = _fma(factor[:, None], sums, warps[i % 8])
     while len(lanes) > 1:
         lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
     joined = warps[0]

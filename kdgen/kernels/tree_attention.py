@@ -15,6 +15,8 @@ Row-exactness: the bits of out[r] follow from q[r], p, and the keys k_0 … k_p 
                 bf16: weights rounded to bf16, whose sum is kept per pair of key lanes and joined at the end of the split;
                 f32: one sum in key order.
     values      bf16: 16 keys at a time in order; f32: fused, in key order.
+    sums        partials = i16: of each split, the sums of a head over `warp_tiles` · 16 latent values, the largest of which is below
+                2^(e + 1), become integers: sum · 2^(13 − e), rounded to nearest, ties to even; error 2^−14 of the largest, at most.
     combine     splits 0, 1, …, the tail last; split i is added to sum i mod 8; the eight sums are added in order; one division.
 
 `scale` is a float of the spec; it is folded with log2 e into one float constant.
@@ -41,6 +43,8 @@ from kdgen.targets import Target
 Floats = npt.NDArray[np.float32]
 
 THREADS = 256
+FRACTION_BITS = 13  #: integers of sums: a value below 2^(e + 1) becomes value · 2^(13 − e), at most 2^14
+LEAST_EXPONENT = 14  #: biased; smaller sums count as if they were so large, so that no power of two over- or underflows
 LAZY = 8.0  #: how far, in powers of two, a score may exceed the reference before that moves
 
 
@@ -59,6 +63,10 @@ class Params(plan.Params):
         bool, Field(description="half of the warps multiply values before the softmax, the others after it (blocks of 8 columns)")
     ] = True
     swizzle: Annotated[bool, Field(description="the cache is laid out as rows-xor8")] = True
+    partials: Annotated[
+        Literal["f32", "i16"],
+        Field(description="of a split's sums on their way: i16 is half of the traffic, with an exponent per head and warp; bf16 only"),
+    ] = "f32"
     wide_output: Annotated[bool, Field(description="also give the result before it is rounded, as f32")] = False
     blocks: Annotated[int, Field(ge=0, le=65535, description="blocks of a launch; 0: as many as the target's multiprocessors hold")] = 0
 
@@ -66,9 +74,24 @@ class Params(plan.Params):
     def _rows_fit(self) -> Self:
         if self.dtype == "bf16" and self.rope % 16:
             raise ValueError(f"rope = {self.rope} must be a multiple of 16 for bf16: mma multiplies 16 values at a time")
+        if self.partials == "i16" and self.dtype != "bf16":
+            raise ValueError(f"partials = i16 needs dtype = bf16; got {self.dtype}")
         if self.swizzle:
             check_swizzle(self.row_bytes, self.page_size)
         return self
+
+    @property
+    def packed(self) -> bool:
+        """Sums on their way are 16-bit integers."""
+        return self.partials == "i16"
+
+    @property
+    def warp_tiles(self) -> int:
+        """Tiles of 16 latent values that a warp of the units' kernel owns."""
+        tiles = 1
+        while tiles * 8 < self.latent // 16:
+            tiles *= 2
+        return tiles
 
     @property
     def width(self) -> int:
@@ -119,8 +142,8 @@ def exchange_bytes(p: Params, columns: int) -> int:
 
 
 def combine_bytes(p: Params) -> int:
-    """Shared memory of a combining block: a factor and a sum per split and head, the heads' totals, and the warps' sums."""
-    return p.slots * 64 + 32 + 2 * 7 * 512
+    """Shared memory of a combining block: a factor and a sum per split and head, the heads' totals, the warps' sums, and exponents."""
+    return p.slots * 64 + 32 + 2 * 7 * 512 + p.packed * p.slots * 64
 
 
 def shared(p: Params, target: Target) -> SharedLayout:
@@ -196,22 +219,32 @@ def contract(p: Params, target: Target) -> Contract:
             *plan.plan_arguments(p),
             Argument("out", p.dtype, ("T", p.heads, p.latent), "out", "weighted latents; zeros for padding rows"),
             *(wide if p.wide_output else ()),
-            Argument("partials", "f32", (columns, p.slots, p.latent * 8), "workspace", "unscaled sums of each column and split"),
-            Argument("statistics", "f32", (columns, p.slots, 16), "workspace", "reference and sum of weights, of 8 heads"),
+            *(
+                (
+                    Argument(
+                        "partials", "u32", (columns, p.slots, p.latent * 4), "workspace", "unscaled sums of each column and split, in pairs"
+                    ),
+                )
+                if p.packed
+                else (Argument("partials", "f32", (columns, p.slots, p.latent * 8), "workspace", "unscaled sums of each column and split"),)
+            ),
+            Argument(
+                "statistics",
+                "f32",
+                (columns, p.slots, 32 if p.packed else 16),
+                "workspace",
+                "reference and sum of weights, of 8 heads" + (", then exponents" if p.packed else ""),
+            ),
         ),
         capacities={"S": Capacity(1, p.sequences), "T": Capacity(1, p.rows), "P": Capacity(1, (1 << 31) - 1)},
         launches=tuple(launches),
-        pinned={**plan.pinned(p), "dtype": p.dtype, "scale": p.scale, "lazy": LAZY},
+        pinned={**plan.pinned(p), "dtype": p.dtype, "scale": p.scale, "lazy": LAZY, "partials": p.partials},
         layouts={"cache": "rows-xor8" if p.swizzle else "rows"},
     )
 
 
 def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
     """Numbers of the template."""
-    value_tiles = p.latent // 16
-    warp_tiles = 1
-    while warp_tiles * 8 < value_tiles:
-        warp_tiles *= 2
     return {
         "threads": THREADS,
         "width": p.width,
@@ -224,8 +257,11 @@ def context(p: Params, target: Target) -> Mapping[str, ContextValue]:
         "swizzled_tile": p.swizzled_tile,
         "log2_scale": float(p.log2_scale),
         "lazy": LAZY,
-        "value_tiles": value_tiles,
-        "warp_tiles": warp_tiles,
+        "value_tiles": p.latent // 16,
+        "warp_tiles": p.warp_tiles,
+        "packed": p.packed,
+        "fraction_bits": FRACTION_BITS,
+        "least_exponent": LEAST_EXPONENT,
         "entry_names": tuple(entries(p)),
         "entry_widths": tuple(tuple(sorted(set(columns))) for columns in entries(p).values()),
         # Which of the splits each width is for, as a condition.

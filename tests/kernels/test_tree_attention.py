@@ -31,6 +31,8 @@ VARIANTS = {
     "f32": {"dtype": "f32"},
     "many rows, deep trees": {"rows": 512, "depth": 16, "widths": ({"rows": 512, "columns": (4, 8, 8)},)},
     "odd latent": {"latent": 80, "rope": 48, "swizzle": True},
+    "packed": {"partials": "i16"},
+    "packed, large tiles, odd latent": {"partials": "i16", "key_tile": 32, "latent": 208, "rope": 48},
 }
 
 
@@ -113,7 +115,8 @@ def c_exp2(x):
 
 def test_the_order_of_operations_explains_every_bit(tmp_path):
     """The second reference, step by step in float32, has the host target's bits (its `mma` adds in ascending order)."""
-    for changes in ({}, {"key_tile": 32}, {"dtype": "f32"}, {"heads": 24}):
+    packed = {"partials": "i16"}
+    for changes in ({}, {"key_tile": 32}, {"dtype": "f32"}, {"heads": 24}, packed, {**packed, "latent": 208, "rope": 48}):
         p = parameters(**changes)
         kernel = built(p, "host", tmp_path / str(len(changes)) / "".join(map(str, changes.values())))
         rng = np.random.default_rng(3)
@@ -174,3 +177,29 @@ def test_pages_beyond_4_gib(copy_method, tmp_path):
     kernel(**arrays, cache=pool, **out)
     kernel.device.synchronize()
     assert np.array_equal(out["out"].numpy().view(np.uint16), want.view(np.uint16))
+
+
+def test_packed_sums_of_every_size(tmp_path):
+    """Values from tiny to huge, and whole heads of zeros: the integers' error stays in proportion to the largest value around."""
+    p = parameters(partials="i16")
+    kernel = built(p, "host", tmp_path)
+    rng = np.random.default_rng(4)
+    for size in (2.0**-100, 2.0**-30, 1.0, 2.0**30, 2.0**90):
+        inputs = random_launch(p, rng)
+        cache = swizzled(inputs["cache"]) if p.swizzle else inputs["cache"]
+        plain = cache.astype(np.float32)
+        plain[..., : p.latent] = rng.standard_normal(plain[..., : p.latent].shape) * size
+        plain[..., :16] = 0
+        inputs["q"] = (inputs["q"].astype(np.float32) / max(size, 1.0)).astype(inputs["q"].dtype)
+        stored = plain.astype(cache.dtype)
+        inputs["cache"] = swizzled(stored) if p.swizzle else stored
+        got = run_case(kernel, inputs, {}, 0xFF)["out_f32"]
+        want = attention_order.ordered(p, inputs, c_exp2)
+        assert (got.view(np.uint32) == want.view(np.uint32)).all(), size
+        exact = tree_attention.reference(p, inputs)["out_f32"]
+        assert np.abs(got - exact).max() <= 3e-3 * np.abs(exact).max(), size
+
+
+def test_packed_sums_need_bf16():
+    with pytest.raises(ValueError, match="partials = i16 needs dtype = bf16"):
+        parameters(partials="i16", dtype="f32")
