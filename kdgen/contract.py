@@ -99,6 +99,20 @@ class Contract:
         """The distinct entry symbols, in order of first launch."""
         return tuple(dict.fromkeys(launch.entry for launch in self.launches))
 
+    def argument(self, name: str) -> Argument:
+        """The argument of that name; KeyError when there is none."""
+        for argument in self.arguments:
+            if argument.name == name:
+                return argument
+        raise KeyError(name)
+
+    def extent(self, name: str, axis: int) -> int:
+        """A fixed extent of an argument; ValueError when it depends on the launch."""
+        size = self.argument(name).shape[axis]
+        if not isinstance(size, int):
+            raise ValueError(f"axis {axis} of argument '{name}' is {size}, which depends on the launch")
+        return size
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_json` is its inverse."""
         return asdict(self)

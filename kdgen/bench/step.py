@@ -82,7 +82,7 @@ class StepBench:
             self.cache[number].copy_from(layer)
 
     def _shape(self, kernel: str, name: str) -> tuple[tuple[int, ...], str]:
-        argument = next(a for a in self.kit[kernel].contract.arguments if a.name == name)
+        argument = self.kit[kernel].contract.argument(name)
         sizes = {"E": self.engine.model.experts, "V": self.engine.model.vocab // self.engine.ranks}
         return tuple(sizes[size] if isinstance(size, str) else size for size in argument.shape), argument.dtype
 
@@ -138,7 +138,7 @@ class StepBench:
         assert isinstance(attention, tree_attention.Params)
         inputs = attention_plan.random_rows(plan_params, self.rng, [(self.context, rows, False)])
         depths = inputs["row_depths"]
-        width = int(self._table_width)
+        width = self._table_width
         table = np.zeros((1, width), np.int32)
         table[0, : self.pages] = self.rng.permutation(self.pages)
 
@@ -160,7 +160,7 @@ class StepBench:
 
     @property
     def _table_width(self) -> int:
-        return int(next(a.shape[1] for a in self.kit["mla_prepare"].contract.arguments if a.name == "page_tables"))
+        return self.kit["mla_prepare"].contract.extent("page_tables", 1)
 
     def _moved(self, rows: int, distinct: list[int]) -> int:
         """Bytes of a step: each layer's weights and keys, chosen experts only."""

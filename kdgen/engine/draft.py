@@ -62,15 +62,15 @@ class Oracle:
     def bind(self, kit: Mapping[str, Kernel], state: State) -> tuple[BoundCall, Array, Array]:
         """See `Drafter`."""
         kernel, device = kit["draft_oracle"], state.starts.device
-        depth = next(a.shape[1] for a in kernel.contract.arguments if a.name == "log_probs")
+        depth = kernel.contract.extent("log_probs", 1)
         truth = np.full(state.history.shape, -1, np.int32)
         for row, known in zip(truth, self.truth, strict=False):
             row[: len(known)] = known[: len(row)]
         arrays: dict[str, Any] = kernel.complete(
             truth=device.array(truth),
             starts=state.starts,
-            hit_rates=device.array(np.array(_filled(self.hit_rates, int(depth)), np.float32)),
-            ranks=device.array(np.array(_filled(self.ranks, int(depth)), np.int32)),
+            hit_rates=device.array(np.array(_filled(self.hit_rates, depth), np.float32)),
+            ranks=device.array(np.array(_filled(self.ranks, depth), np.int32)),
             seed=device.array(np.array([self.seed], np.uint32)),
         )
         return kernel.bind(**arrays), arrays["log_probs"], arrays["token_ids"]

@@ -332,17 +332,15 @@ class Engine:
             self.observer(stage)
 
     def _state(self, sequences: int) -> State:
-        def extent(kernel: str, argument: str, axis: int) -> int:
-            return int(next(a.shape[axis] for a in self.kit[kernel].contract.arguments if a.name == argument))
-
+        commit = self.kit["tree_commit"].contract
         return State(
             self.device,
             sequences,
-            positions=extent("tree_commit", "history", 1),
-            max_pages=extent("mla_prepare", "page_tables", 1),
-            max_new=extent("tree_commit", "new_tokens", 1),
+            positions=commit.extent("history", 1),
+            max_pages=self._table_width,
+            max_new=commit.extent("new_tokens", 1),
             depth=self.spec.tree.depth,
-            stops=extent("tree_commit", "stop_tokens", 0),
+            stops=commit.extent("stop_tokens", 0),
         )
 
     def _begin(
@@ -417,7 +415,8 @@ class Engine:
 
     @property
     def _table_width(self) -> int:
-        return int(next(a.shape[1] for a in self.kit["mla_prepare"].contract.arguments if a.name == "page_tables"))
+        """Columns of a page table."""
+        return self.kit["mla_prepare"].contract.extent("page_tables", 1)
 
     @staticmethod
     def _fill(rows: Rows, tokens: npt.NDArray[np.int32], start: int, table: npt.NDArray[np.int32]) -> None:
@@ -454,10 +453,8 @@ class Engine:
             raise UsageError(
                 f"{len(requests)} sequences of {nodes} rows: the engine spec's kernels take {rows} rows: fewer sequences, or less budget"
             )
-        most_new, stops = (
-            int(next(a.shape[-1] for a in self.kit["tree_commit"].contract.arguments if a.name == name))
-            for name in ("new_tokens", "stop_tokens")
-        )
+        commit = self.kit["tree_commit"].contract
+        most_new, stops = commit.extent("new_tokens", 1), commit.extent("stop_tokens", 0)
         if len(stop_tokens) > stops:
             raise UsageError(f"{len(stop_tokens)} stop tokens: the engine spec's tree_commit takes {stops}")
         for number, request in enumerate(requests):
