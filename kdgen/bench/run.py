@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kdgen import scratch
 from kdgen.bench.ceilings import Ceilings, ceiling_kernels, measure_ceilings
 from kdgen.bench.measure import Timing, time_calls
 from kdgen.bench.moe_layer import MoeLayer
@@ -79,7 +80,7 @@ class Bench:
         self.ceilings: Ceilings
         self.absent: dict[str, None] = {}
         self.refused: dict[str, str] = {}
-        self._directory = tempfile.TemporaryDirectory(prefix="kdgen-bench-")
+        self._directory = tempfile.TemporaryDirectory(prefix=scratch.prefix("bench"))
         self.kit: Mapping[str, Kernel] = {}
 
     def __enter__(self) -> Bench:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kdgen import scratch
 from kdgen.compile.diagnostics import gnu_messages
 from kdgen.compile.host_compiler import HostCompiler, find_host_compiler
 from kdgen.errors import CompileError, ToolchainError, UsageError
@@ -87,7 +88,7 @@ def compile_host_runtime(headers: Mapping[str, str], target: Target) -> bytes:
     import tempfile
 
     compiler = find_host_compiler()
-    with tempfile.TemporaryDirectory(prefix="kdgen-cxx-") as place:
+    with tempfile.TemporaryDirectory(prefix=scratch.prefix("cxx")) as place:
         directory = Path(place)
         _write(directory, headers)
         options = [*host_options(target, compiler), *_reproducible(directory, RUNTIME)]
@@ -112,7 +113,7 @@ def compile_host(source: str, file_name: str, headers: Mapping[str, str], target
     import tempfile
 
     compiler = find_host_compiler()
-    with tempfile.TemporaryDirectory(prefix="kdgen-cxx-") as place:
+    with tempfile.TemporaryDirectory(prefix=scratch.prefix("cxx")) as place:
         directory = Path(place)
         _write(directory, {**headers, file_name: source, "exports.map": _EXPORTS})
         (directory / "runtime.o").write_bytes(runtime if runtime is not None else compile_host_runtime(headers, target))

@@ -18,6 +18,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from kdgen import scratch
 from kdgen.errors import ArtifactError, DeviceError, ToolchainError
 from kdgen.runtime.manifest import TargetRecord
 
@@ -102,7 +103,7 @@ def map_library(image: bytes, name: str) -> Library:
 
 @functools.cache
 def _private_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="kdgen-host-"))
+    directory = Path(tempfile.mkdtemp(prefix=scratch.prefix("host")))
     owner = os.getpid()
 
     def remove() -> None:

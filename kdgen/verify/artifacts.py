@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kdgen import scratch
 from kdgen.errors import ArtifactError, KdgenError
 from kdgen.runtime import Device, Kernel, load, open_device
 from kdgen.spec import Spec
@@ -42,7 +43,7 @@ class Artifacts:
         published = self.out / spec.name / self.target.name
         if is_current(published, spec, self.target):
             return published
-        private = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kdgen-verify-")))
+        private = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix=scratch.prefix("verify"))))
         build_spec(spec, [self.target], private)
         return private / spec.name / self.target.name
 

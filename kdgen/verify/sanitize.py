@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kdgen import scratch
 from kdgen.errors import KernelFault
 
 #: Names the file in which the sanitized process notes what it runs. Its presence also says that this is that process.
@@ -40,7 +41,7 @@ def rerun(arguments: Sequence[str], program: Sequence[str] = ("-m", "kdgen.cli")
     """
     from kdgen.runtime import sanitizer_environment
 
-    with tempfile.TemporaryDirectory(prefix="kdgen-sanitize-") as directory:
+    with tempfile.TemporaryDirectory(prefix=scratch.prefix("sanitize")) as directory:
         place = Path(directory) / "note"
         environment = {**os.environ, **sanitizer_environment(), NOTE_VARIABLE: str(place)}
         for variable in ("ASAN_OPTIONS", "UBSAN_OPTIONS"):
