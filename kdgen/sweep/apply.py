@@ -70,14 +70,15 @@ def spec_text(recorded: Recorded, choice: Choice, path: Path) -> str:
 
     params = changed_params(recorded.params, choice.values)
     base = os.path.relpath(recorded.base_path, path.absolute().parent)
+    schema = Path(recorded.base_path).parent.parent.parent / "generated" / "schema" / "kernel.json"
     kind = "measured on" if choice.measured else "predicted by the static model for"
     device = recorded.place.device if choice.measured else recorded.target
     bits = sorted(key for key in choice.values if choice.values[key] != _at(recorded.params, key) and _decides_bits(key, recorded.pinned))
     gain = f", {choice.score:.3f} of the base spec's time" if recorded.objective.score == "relative" else ""
     lines = [
-        "# yaml-language-server: $schema=../../../generated/schema/kernel.json",
+        f"# yaml-language-server: $schema={os.path.relpath(schema, path.absolute().parent)}",
         f"# Tuned by kdgen sweep: {recorded.name}, configuration {choice.configuration}, {kind} {device}{gain}.",
-        f"# Shapes: {', '.join(choice.times)}.",
+        f"# Shapes: {'; '.join(choice.times)}.",
         *(
             [f"# Decides other bits than the base: {', '.join(bits)}. Builds that must agree bit for bit need the same values."]
             if bits

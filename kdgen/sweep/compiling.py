@@ -56,16 +56,11 @@ def unit_of(kernel: KernelSpec, target: Target) -> tuple[Unit, Contract]:
     Raises:
         RenderError: its family does not admit it for the target.
     """
-    from kdgen.compile.identity import compiler_id
-    from kdgen.compile.nvrtc import cuda_options
-    from kdgen.render import device_files, render_kernel
+    from kdgen.build.plan import plan_target
+    from kdgen.spec import Spec
 
-    source = render_kernel(kernel, target, marks=True)
-    label = f"{target.name} {kernel.name}"
-    contract = source.contract.to_json()
-    name = f"{kernel.name}.cu"
-    unit = Unit("cuda", label, target.name, name, source.text, device_files(target), contract, cuda_options(target), compiler_id(target))
-    return unit, source.contract
+    (planned,) = plan_target(Spec.of(kernel.name, kernel), target).kernels
+    return planned.unit, planned.source.contract
 
 
 class Compiler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from kdgen.runtime import Kernel, load, open_device
 from kdgen.spec import KernelSpec
 from kdgen.sweep.telemetry import telemetry_of
 from kdgen.sweep.worker import Job
-from kdgen.sweep.workloads import CaseSource, WorkloadSource, digest_of
+from kdgen.sweep.workloads import KEPT_BYTES, CaseSource, WorkloadSource, digest_of
 from kdgen.targets import TARGETS
 from kdgen.verify.kernel import verify_kernel
 from kdgen.verify.schedules import device_schedules
 
-#: Bytes of inputs that stay on the GPU for other configurations.
-PLACED_BYTES = 24 << 30
+#: Bytes of inputs that stay on the GPU, and on the host, for other configurations where nobody knows how much there is.
+PLACED_BYTES = 16 << 30
 _MOST_COPIES = 200
 _KITS = 64
 
@@ -61,9 +62,9 @@ class CudaMeasurer:
         self._device: Any = open_device(device)
         self._shapes, self._seed = tuple(shapes), seed
         self._launches, self._replays, self._rounds, self._regroup = launches, replays, rounds, regroup
-        self._workloads, self._cases = WorkloadSource(seed), CaseSource()
+        self._workloads, self._cases = WorkloadSource(seed, limit=host_bytes()), CaseSource()
         self._telemetry = telemetry_of(self._device)
-        self._placed = Placed(self._device)
+        self._placed = Placed(self._device, device_bytes(self._device))
         self._kits: dict[str, Kernel] = {}
 
     def device(self) -> dict[str, Any]:
@@ -146,6 +147,26 @@ def copies_of(workload: Workload) -> int:
     """Copies of a cold workload's inputs that together exceed every L2 cache."""
     size = sum(array.nbytes for array in workload.inputs.values())
     return min(_MOST_COPIES, -(-COLD_BYTES // max(1, size))) if workload.cold else 1
+
+
+def host_bytes() -> int:
+    """What inputs may take of the host's memory: a quarter of what is free, 32 GiB at most."""
+    try:
+        return min(32 << 30, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    except (ValueError, OSError):
+        return KEPT_BYTES
+
+
+def device_bytes(device: Any) -> int:
+    """What inputs may take of the GPU's memory: half of what is free."""
+    try:
+        from cuda.bindings import driver
+
+        with device.current():
+            status, free, _ = driver.cuMemGetInfo()
+        return int(free) // 2 if int(status) == 0 else PLACED_BYTES
+    except Exception:  # the host device, or bindings of another form: a limit is a precaution, not a reason to fail
+        return PLACED_BYTES
 
 
 class Placed:

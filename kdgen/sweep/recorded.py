@@ -87,6 +87,8 @@ def document_of(spec: SweepSpec, shapes: Sequence[Shape], floors: Mapping[str, f
 def read_recorded(store: Store, *, name: str = "", device: str = "", target: str = "") -> Recorded:
     """The stored sweep that these select; the only one when they are empty.
 
+    Of sweeps that differ only in what was built (the spec, its templates, the compiler) it is the one that was run last.
+
     Raises:
         ArtifactError: the store is empty.
         UsageError: none, or several, are selected.
@@ -98,11 +100,13 @@ def read_recorded(store: Store, *, name: str = "", device: str = "", target: str
         item for item in every
         if (not name or item[1] == name) and (not target or item[2] == target) and (not device or item[0].device == device)
     ]  # fmt: skip
-    if len(fits) != 1:
+    # Spec hash and toolchain change with every edit of a template; names and devices are what people tell sweeps apart by.
+    kinds = {(item[1], item[2], item[0].device) for item in fits}
+    if len(kinds) != 1:
         listed = "; ".join(f"{item[1]} on {item[0].device} ({item[2]}, spec {item[0].spec[:8]})" for item in every)
-        what = "no stored sweep is" if not fits else f"{len(fits)} stored sweeps are"
+        what = "no stored sweep is" if not fits else f"{len(kinds)} stored sweeps are"
         raise UsageError(f"{store.directory}: {what} what --name, --arch and --on select; stored are: {listed}")
-    return _recorded(store, *fits[0])
+    return _recorded(store, *fits[-1])
 
 
 def read_place(store: Store, place: Place) -> Recorded:

@@ -53,6 +53,7 @@ def report_html(recorded: Recorded, rows: Rows, images: Mapping[str, bytes]) -> 
         f"<p>{escape(recorded.place.device)} · {escape(recorded.place.toolchain)} · times are {kind}. Spec hash "
         f"<code>{recorded.place.spec[:12]}</code>. {recorded.space.size:,} points, {len(rows):,} configurations stored.</p>",
         _ceilings(recorded),
+        _clocks(rows),
         _choices(recorded, choices),
         _per_shape(recorded, rows),
         _images(images, ("best", "floor")),
@@ -97,6 +98,18 @@ def _ceilings(recorded: Recorded) -> str:
         return ""
     read, mma = recorded.ceilings["read"] / 1e9, recorded.ceilings["mma"] / 1e12
     return f"<p>Ceilings measured beside it: read {read:,.0f} GB/s, <code>mma.sync</code> bf16 {mma:,.0f} TFLOP/s.</p>"
+
+
+def _clocks(rows: Rows) -> str:
+    """Clocks, temperature and throttling while it was timed, where the driver told of them."""
+    notes = [row.details["timing"].get("after") or {} for own in rows.values() for row in own.values() if "timing" in row.details]
+    clocks = [note["clock_mhz"] for note in notes if "clock_mhz" in note]
+    degrees = [note["temperature"] for note in notes if "temperature" in note]
+    reasons = Counter(reason for note in notes for reason in note.get("throttle", ()))
+    parts = [f"{min(clocks):,}–{max(clocks):,} MHz"] if clocks else []
+    parts += [f"up to {max(degrees)} °C"] if degrees else []
+    parts += [f"throttled after {count} of {len(notes)} timings: {reason}" for reason, count in sorted(reasons.items())]
+    return f"<p>While timing: {escape(', '.join(parts))}.</p>" if parts else ""
 
 
 def shown_values(recorded: Recorded, values: Mapping[str, Any]) -> str:

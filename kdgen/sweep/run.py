@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from kdgen.spec import KernelSpec
 from kdgen.sweep.choose import by_configuration, score_of_rows
 from kdgen.sweep.compiling import Compiled, Compiler, publish, stage_of
 from kdgen.sweep.load import SweepSpec
-from kdgen.sweep.search import PATIENCE, Strategy, Trial, rung_shapes
+from kdgen.sweep.search import GRID_LIMIT, PATIENCE, Strategy, Trial, rung_shapes
 from kdgen.sweep.space import configuration_id
 from kdgen.sweep.stages import WHOLE, Row, Stage
-from kdgen.sweep.static_model import estimate, occupancy_of
+from kdgen.sweep.static_model import VERSION, estimate, occupancy_of
 from kdgen.sweep.store import Place, Store
 from kdgen.sweep.worker import Answer, Job, Worker
 from kdgen.sweep.workloads import Shape, WorkloadSource
@@ -119,6 +119,7 @@ class Sweep:
         for name in [name for name, rows in self._rows.items() if retry and WHOLE in rows and rows[WHOLE].stage in _RETRIED]:
             store.remove(place, name)
             del self._rows[name]
+        self._templates = templates_state()
         self._published: set[str] = set()
         self._seen: set[str] = set()
         self._failures = 0
@@ -145,10 +146,10 @@ class Sweep:
         Raises:
             SpecError: no point satisfies the constraints, or none that was tried.
             DeviceError: the GPU does not even run the base spec.
-            KdgenError: the store or the cache cannot be written.
+            KdgenError: the store or the cache cannot be written, or the templates have changed meanwhile.
         """
         self._base()
-        tried = allowed = used = 0
+        tried = allowed = used = dry = 0
         counted: set[str] = set()
         while (count := budget.left(used, batch)) > 0:
             trials = strategy.ask(count)
@@ -158,10 +159,13 @@ class Sweep:
                 strategy.tell(trial, outcome.score)
                 tried += 1
                 allowed += outcome.stage is not Stage.CONSTRAINT
+                dry += 1
                 if outcome.stage not in _CHEAP and outcome.configuration not in counted:
                     counted.add(outcome.configuration)
                     used += 1
-            if not allowed and tried >= PATIENCE:
+                    dry = 0
+            # A space that nobody lists may hold hardly anything that is allowed.
+            if dry >= PATIENCE and self.spec.space.size > GRID_LIMIT:
                 break
         if not allowed and tried:
             raise self._contradiction(tried)
@@ -240,12 +244,14 @@ class Sweep:
         for item in candidates:
             rows = self._rows.get(item.name, {})
             whole = rows.get(WHOLE)
-            if whole is not None and (whole.stage.is_rejection or all(shape.name in rows for shape in self.shapes)):
+            if whole is not None and (whole.stage.is_rejection or self._is_predicted(rows)):
                 continue
             if item.kernel is not None and self._fits(item):
                 waiting.setdefault(item.name, item)
         kernels = {name: item.kernel for name, item in waiting.items() if item.kernel is not None}
         for name, result in self._compiler.compile(kernels, self.spec.target):
+            if templates_state() != self._templates:
+                raise KdgenError("the templates have changed while the sweep ran, so its rows would be about two kernels; start it again")
             waiting[name].known = False
             self._record_compiled(waiting[name], result)
         if self._worker is not None:
@@ -258,6 +264,10 @@ class Sweep:
         names = tuple(shape.name for shape in self.shapes)
         scores = [score for item in candidates if (score := self._score(item.name, names, measured=False)) is not None]
         self._best_prediction = min([*scores, *([self._best_prediction] if self._best_prediction is not None else [])], default=None)
+
+    def _is_predicted(self, rows: Mapping[str, Row]) -> bool:
+        """All shapes have predictions, of this version of the model."""
+        return rows[WHOLE].details.get("model") == VERSION and all(shape.name in rows for shape in self.shapes)
 
     def _fits(self, item: _Candidate) -> bool:
         """Whether the family and the target have room; says so otherwise."""
@@ -289,7 +299,9 @@ class Sweep:
         if kind:
             self._turn_down(item, Stage.SPILLS if kind == "spill" else Stage.NO_FIT, reason)
             return
-        rows = [Row(item.name, WHOLE, Stage.COMPILED, "", item.values, details=_resources(result, self.spec))]
+        known = self._rows.get(item.name, {})
+        whole = known.get(WHOLE, Row(item.name, WHOLE, Stage.COMPILED, "", item.values))
+        rows = [replace(whole, details={**whole.details, **_resources(result, self.spec)})]
         try:
             workloads = self._source.get(item.kernel, tuple(shape.name for shape in self.shapes))
             for shape in self.shapes:
@@ -297,12 +309,12 @@ class Sweep:
                     raise LaunchError(f"it does not serve '{shape.name}'")
                 found = estimate(item.kernel, self.spec.target, result.contract, result.resources, result.code, workloads[shape.name])
                 predicted = round(found.microseconds, 4)
-                rows.append(Row(item.name, shape.name, Stage.COMPILED, "", item.values, predicted, found.limiter, details=found.to_json()))
+                row = known.get(shape.name, Row(item.name, shape.name, Stage.COMPILED, "", item.values))
+                rows.append(replace(row, predicted=predicted, limiter=found.limiter, details={**row.details, **found.to_json()}))
         except (LaunchError, ValueError) as error:
             self._turn_down(item, Stage.PARAMETERS, str(error))
             return
-        known = self._rows.get(item.name, {})
-        self._put(item.name, [row for row in rows if row.shape not in known or known[row.shape].stage is not Stage.MEASURED])
+        self._put(item.name, rows)
 
     def _time(self, item: _Candidate) -> None:
         """Check and time a configuration on the shapes of its trial."""
@@ -393,6 +405,14 @@ class Sweep:
         return Counter({str(stage): found[str(stage)] for stage in Stage if found[str(stage)]})
 
 
+def templates_state() -> tuple[tuple[str, int, int], ...]:
+    """Name, time of change and size of every template: what the spec hash of a running sweep rests on."""
+    from kdgen.render.data import templates_dir
+
+    found = [(path, path.stat()) for path in sorted(templates_dir().rglob("*")) if path.is_file()]
+    return tuple((str(path), facts.st_mtime_ns, facts.st_size) for path, facts in found)
+
+
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " · ".join(lines[:2])[:500]
@@ -421,4 +441,4 @@ def _resources(compiled: Compiled, spec: SweepSpec) -> dict[str, Any]:
             "limiter": full.limiter,
             "instructions": {key: code[key] for key in ("instructions", "mma", "integer", "float", "load", "shared") if key in code},
         }
-    return {"entries": found}
+    return {"entries": found, "model": VERSION}

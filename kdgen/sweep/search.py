@@ -21,6 +21,7 @@ DEFAULT_BUDGET = 100
 
 _RUNGS = (0.25, 0.5, 1.0)  # share of the shapes that each rung of halving sees
 _KEEP = 3  # one of so many goes on to the next rung
+_LEARNER_PATIENCE = 500  # of a sampler, whose every question costs more the more it has asked
 _SHORT = 4  # lists of so many values have no order worth following
 _MOST_STEPS = 8  # from neighbour to neighbour
 
@@ -44,8 +45,8 @@ class Strategy(Protocol):
     def ask(self, count: int) -> list[Trial]:
         """Up to `count` trials, whose scores are told before the next are asked for; none when the search is over."""
 
-    def tell(self, trial: Trial, score: float | None) -> str:
-        """A trial's score, smaller is better; None when the configuration cannot be chosen. Returns why it is dropped, or ""."""
+    def tell(self, trial: Trial, score: float | None) -> None:
+        """A trial's score, smaller is better; None when the configuration cannot be chosen."""
 
 
 def make_strategy(name: StrategyName | str, space: Space, seed: int, budget: int | None) -> Strategy:
@@ -103,9 +104,8 @@ class Listed:
         """The next points."""
         return [Trial(point) for _, point in zip(range(count), self._points, strict=False)]
 
-    def tell(self, trial: Trial, score: float | None) -> str:
+    def tell(self, trial: Trial, score: float | None) -> None:
         """Scores decide nothing."""
-        return ""
 
 
 class Halving:
@@ -123,7 +123,6 @@ class Halving:
         self._first = max(1, first)
         self._rung = 0
         self._waiting: list[Trial] = []
-        self._open = 0
         self._scores: list[tuple[float, int]] = []
         self._dry = 0
 
@@ -133,12 +132,10 @@ class Halving:
             missing = self._first - len(self._scores)
             taken = [Trial(p, _RUNGS[0]) for _, p in zip(range(min(count, missing)), self._points, strict=False)]
             if taken and self._dry < PATIENCE:
-                self._open += len(taken)
                 return taken
         if not self._waiting and not self._climb():
             return []
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._open += len(taken)
         return taken
 
     def _climb(self) -> bool:
@@ -162,15 +159,13 @@ class Halving:
         self._waiting = [Trial(point) for point in neighbours(self._space, best) if point not in self._finished]
         return bool(self._waiting)
 
-    def tell(self, trial: Trial, score: float | None) -> str:
+    def tell(self, trial: Trial, score: float | None) -> None:
         """Note a score."""
-        self._open -= 1
         if trial.share >= 1.0:
             self._finished[trial.point] = score
         self._dry = self._dry + 1 if score is None else 0
         if score is not None:
             self._scores.append((score, trial.point))
-        return ""
 
 
 def neighbours(space: Space, point: int) -> list[int]:
@@ -204,7 +199,7 @@ class Optuna:
 
     def ask(self, count: int) -> list[Trial]:
         """What the sampler wants to know; each trial of a batch is sampled with the others in mind."""
-        if self._told >= PATIENCE:
+        if self._told >= _LEARNER_PATIENCE:
             return []
         found = []
         for _ in range(count):
@@ -214,7 +209,7 @@ class Optuna:
             found.append(Trial(point))
         return found
 
-    def tell(self, trial: Trial, score: float | None) -> str:
+    def tell(self, trial: Trial, score: float | None) -> None:
         """Pass a score on."""
         self._told = self._told + 1 if score is None else 0
         asked = self._trials[trial.point].pop(0)
@@ -222,7 +217,6 @@ class Optuna:
             self._study.tell(asked, state=self._failed)
         else:
             self._study.tell(asked, score)
-        return ""
 
 
 def rung_shapes(names: Sequence[str], share: float) -> tuple[str, ...]:

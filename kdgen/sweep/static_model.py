@@ -1,4 +1,4 @@
-"""How long a configuration would take, from its cubin and its contract alone: a bound per resource, of which the largest counts.
+"""How long a configuration would take, from its cubin and its contract alone: a bound per resource, of which the largest limits.
 
 For each launch, with G blocks of a grid, R of them resident on a multiprocessor (`kdgen.compile.occupancy`) and S multiprocessors:
 
@@ -12,11 +12,13 @@ For each launch, with G blocks of a grid, R of them resident on a multiprocessor
     chain      dependent steps, one after another, for work that is sequential
 
 The busiest multiprocessor does ⌈G / S⌉ blocks' work of the mean G / S (waves and their tail), times the imbalance of what blocks find to
-do. Instructions, shared-memory bytes per matrix instruction are those of the innermost loops. A launch takes the largest bound and a
-fixed time; launches follow each other.
+do. Instructions and shared-memory bytes per matrix instruction are those of the innermost loops. A launch takes the largest bound, a
+twentieth of the sum of the others (overlap is never full; without it, all that reaches one bound would rank equal), and a fixed time.
+Launches follow each other.
 
-Assumptions: memory, L2 and multiprocessors overlap fully; blocks are spread evenly; clocks are as in `kdgen.sweep.hardware`; caches hold
-nothing at the start. So it predicts lower bounds, whose order is worth more than their size. Where a GPU is at hand the report compares.
+Assumptions: memory, L2 and multiprocessors overlap nearly fully; blocks are spread evenly; clocks are as in `kdgen.sweep.hardware`;
+caches hold nothing at the start. So it predicts lower bounds, whose order is worth more than their size. Where a GPU is at hand the
+report compares.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from kdgen.sweep.work import Grid, Work, works_of
 from kdgen.sweep.workloads import dimensions_of
 from kdgen.targets import Target
 
+#: Raised when the same cubin is predicted otherwise: stored predictions of older versions are made anew.
+VERSION = 1
+_LEAK = 0.05  # of the bounds that do not limit
 _STEP_CYCLES = 5.0  # of an instruction that waits for the one before it
 _PLAIN_LOADS = 4  # loads in flight that a warp is given when its loop shows none
 
@@ -154,7 +159,8 @@ def _launch(
     # A block that starts has to wait for its first data once.
     fill = speeds.latency if work.fetched_bytes else 0.0
     limiter = max(terms, key=lambda name: terms[name])
-    seconds = terms[limiter] + fixed + fill
+    others = sum(terms.values()) - terms[limiter]
+    seconds = terms[limiter] + _LEAK * others + fixed + fill
     if terms[limiter] < fixed:
         limiter = "launch"
     return LaunchEstimate(launch.entry, seconds, limiter, terms, blocks, resident, blocks / (target.sms * resident), flight)

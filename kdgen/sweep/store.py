@@ -27,6 +27,7 @@ _TABLES = """
 create table if not exists meta (key text primary key, value text not null) without rowid;
 create table if not exists sweeps (
   spec text not null, device text not null, toolchain text not null, name text not null, target text not null, document text not null,
+  turn integer not null,
   primary key (spec, device, toolchain)
 ) without rowid;
 create table if not exists results (
@@ -163,17 +164,18 @@ class Store:
         return KdgenError(f"{self.path}: {text}; {remedy}")
 
     def describe(self, place: Place, name: str, target: str, document: Mapping[str, Any]) -> None:
-        """Say what the rows of `place` are about; the last description counts."""
+        """Say what the rows of `place` are about; the last description counts, and is the last of `sweeps`."""
         text = json.dumps(dict(document), sort_keys=True)
         with self._guarded():
-            known = self._db.execute("select document from sweeps where spec = ? and device = ? and toolchain = ?", _key(place)).fetchone()
-            if known is None or known[0] != text:
-                self._db.execute("insert or replace into sweeps values (?, ?, ?, ?, ?, ?)", (*_key(place), name, target, text))
+            self._db.execute(
+                "insert or replace into sweeps select ?, ?, ?, ?, ?, ?, coalesce(max(turn), 0) + 1 from sweeps",
+                (*_key(place), name, target, text),
+            )
 
     def sweeps(self) -> list[tuple[Place, str, str, dict[str, Any]]]:
-        """Every (place, name, target, document), sorted."""
+        """Every (place, name, target, document), the one described last at the end."""
         with self._guarded():
-            rows = self._db.execute("select spec, device, toolchain, name, target, document from sweeps order by 4, 5, 2, 3, 1").fetchall()
+            rows = self._db.execute("select spec, device, toolchain, name, target, document from sweeps order by turn").fetchall()
         return [(Place(*row[:3]), row[3], row[4], json.loads(row[5])) for row in rows]
 
     def put(self, place: Place, rows: Iterable[Row]) -> None:

@@ -25,8 +25,8 @@ from kdgen.sweep.model import Shapes
 
 T = TypeVar("T")
 
-#: Bytes of arrays that are kept for other configurations.
-KEPT_BYTES = 6 << 30
+#: Bytes of arrays that are kept for other configurations, unless somebody says otherwise.
+KEPT_BYTES = 4 << 30
 _NUMBERED = re.compile(r"\b([A-Za-z]\w*) = (\d+)")
 _CONTEXT = re.compile(r"\b(\d+)k\b")
 
@@ -159,11 +159,12 @@ class WorkloadSource:
     Args:
         seed: of the workloads.
         light: keep of large arrays of values only type and shape; plans and offsets (32-bit integers) stay what they are.
+        limit: bytes of arrays that are kept.
     """
 
-    def __init__(self, seed: int, *, light: bool = False):
+    def __init__(self, seed: int, *, light: bool = False, limit: int = KEPT_BYTES):
         self._seed, self._light = seed, light
-        self._memo = Memo[dict[str, Workload]](lambda found: sum(array_bytes(item) for item in found.values()) * (not light))
+        self._memo = Memo[dict[str, Workload]](lambda found: sum(array_bytes(item) for item in found.values()) * (not light), limit)
 
     def names(self, kernel: KernelSpec, wanted: tuple[Shapes, ...] = ()) -> list[str]:
         """Of all workloads, in order; of large ones only so many as it takes to find all that is wanted."""

@@ -23,6 +23,7 @@ from kdgen.targets import Target, get_target
 ROOT = Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "specs" / "sweeps").glob("*.yaml"))
 PLACE = Place("s" * 64, "a GPU", "a compiler")
+CLOCKS = {"clock_mhz": 1755, "temperature": 61, "throttle": ["power cap"]}
 #: What the tests rely on, whatever is tuned in the shipped spec.
 SMALL = {
     "n": 64, "k": 2048, "tile": {"n": 64, "k": 64}, "warps": {"n": 4, "k": 2}, "slices": 4, "few_rows": 8, "stages": 8,
@@ -104,7 +105,7 @@ class FakeMeasurer:
         if job.params.get("stages") == 2:
             raise DeviceError("an illegal memory access")
         own, other = cost(job.params, shape), cost(incumbent.params, shape)
-        return {"median": own, "low": own * 0.998, "high": own * 1.002, "incumbent": other, "launches": 48, "replays": 6}
+        return {"median": own, "low": own * 0.998, "high": own * 1.002, "incumbent": other, "launches": 48, "replays": 6, "after": CLOCKS}
 
 
 def make(**settings: Any) -> FakeMeasurer:

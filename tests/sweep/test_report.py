@@ -72,6 +72,7 @@ def test_the_report_asks_for_nothing_from_outside(stored):
     assert "an illegal memory access" in text
     assert "want 2.0" in text
     assert "4,600 GB/s" in text
+    assert re.search(r"While timing: 1,755–1,755 MHz, up to 61 °C, throttled after (\d+) of \1 timings: power cap", text)
     names = {item.stem for item in stored.glob("*.png")}
     assert {"best", "floor", "stages", "predicted", "pair-stages-slices"} <= names
 
@@ -153,6 +154,10 @@ def test_several_stored_sweeps_must_be_told_apart(stored):
         store.describe(replace(place, device="none (sm_90)"), name, target, document)
         with pytest.raises(UsageError, match="2 stored sweeps are what --name, --arch and --on select; stored are: small on a GPU"):
             read_recorded(store)
+        assert read_recorded(store, device="a GPU").measured
+        store.describe(replace(place, spec="t" * 64), name, target, document)
+        assert read_recorded(store, device="a GPU").place.spec == "t" * 64, "the one that was run last"
+        store.describe(place, name, target, document)
         assert read_recorded(store, device="a GPU").measured
         with pytest.raises(UsageError, match="no stored sweep is"):
             read_recorded(store, name="other")

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from kdgen.errors import DeviceError, SpecError
+from kdgen.errors import DeviceError, KdgenError, SpecError
 from kdgen.sweep.choose import by_configuration, choose
 from kdgen.sweep.recorded import document_of, read_recorded
 from kdgen.sweep.replay import replay
@@ -270,3 +270,47 @@ def test_failures_can_be_tried_again(tmp_path):
         sweep_with(store, spec, shapes, worker=second, retry=True)
         assert stages_of(store) == {"wrong": 1, "measured": 3}
         assert [item[0] for item in second.asked].count("check") == 2
+
+
+def test_predictions_of_an_older_model_are_made_anew_and_timings_are_kept(tmp_path, monkeypatch):
+    spec, shapes = load_small(tmp_path)
+    with Store(tmp_path / "out") as store:
+        sweep_with(store, spec, shapes, worker=Direct())
+        before = store.rows(PLACE)
+        monkeypatch.setattr("kdgen.sweep.run.VERSION", 2)
+        monkeypatch.setattr("kdgen.sweep.static_model._LEAK", 0.5)
+        idle, compiler = Direct(), FakeCompiler()
+        sweep_with(store, spec, shapes, compiler=compiler, worker=idle)
+        after = store.rows(PLACE)
+        assert len(compiler.compiled) == 12
+        assert idle.asked == []
+    assert [row.measured for row in after] == [row.measured for row in before]
+    assert all(a.predicted > b.predicted for a, b in zip(after, before, strict=True) if a.shape)
+    assert all(row.details["model"] == 2 and row.details["checked"] for row in after if not row.shape)
+
+
+@pytest.mark.parametrize("strategy", ["random", "halving", "optuna"])
+def test_a_huge_space_with_hardly_anything_allowed_ends(tmp_path, monkeypatch, strategy):
+    if strategy == "optuna":
+        pytest.importorskip("optuna")
+    for place, patience in (("run.PATIENCE", 100), ("search.PATIENCE", 100), ("search._LEARNER_PATIENCE", 20)):
+        monkeypatch.setattr(f"kdgen.sweep.{place}", patience)
+    space = "  stages: {from: 2, to: 8}\n  slices: [1, 2, 4]\n  rows: {from: 64, to: 4000}\n  out_offset: {from: 0, to: 4000}\n"
+    spec, shapes = load_small(tmp_path, space, constraints="  - 'rows < 64'\n")
+    assert spec.space.size > 10**8
+    with Store(tmp_path / "out") as store, pytest.raises(SpecError, match=r"none of \d+ random points satisfies the constraints"):
+        sweep_with(store, spec, shapes, strategy=strategy, budget=20)
+    some, shapes = load_small(tmp_path, space, constraints="  - 'rows < 4001'\n")
+    with Store(tmp_path / "out") as store:
+        sweep_with(store, some, shapes, strategy=strategy, budget=6)
+        assert store.rows(PLACE)
+
+
+def test_templates_that_change_end_a_sweep(tmp_path, monkeypatch):
+    spec, shapes = load_small(tmp_path)
+    states = iter([(("a", 1, 1),)] * 3 + [(("a", 2, 1),)] * 99)
+    monkeypatch.setattr("kdgen.sweep.run.templates_state", lambda: next(states))
+    with Store(tmp_path / "out") as store:
+        with pytest.raises(KdgenError, match="the templates have changed while the sweep ran"):
+            sweep_with(store, spec, shapes)
+        assert len(by_configuration(store.rows(PLACE))) == 2

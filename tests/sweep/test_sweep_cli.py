@@ -170,3 +170,31 @@ def test_a_sweep_on_a_gpu(tmp_path, capsys):
     assert document["measured"]
     assert document["stages"]["measured"] >= 4
     assert document["ceilings"]["read"] > 1e11
+
+
+def test_a_sweep_with_a_gpu_that_is_played(tmp_path, monkeypatch, capsys):
+    from kdgen.sweep import session
+
+    real = session.open_worker
+    monkeypatch.setattr(session, "open_worker", lambda *arguments: real(*arguments, "tests.sweep.fakes:make"))
+    path = write_sweep(tmp_path, "  stages: [2, 4, 7, 8]\n  slices: [2, 4]\n", shapes="  - {T: [1, 16]}\n")
+    out = tmp_path / "out"
+    arguments = (path, "--arch", "sm_90", "--device", "cuda", "--out", out)
+    code, said, told = run(capsys, *arguments, "--json")
+    assert code == 0, told
+    document = json.loads(said)
+    assert document["device"] == "Fake GPU"
+    assert document["stages"] == {"wrong": 2, "launch failed": 2, "measured": 4}
+    assert document["choices"][0]["configuration"] == document["incumbent"]
+    assert document["ceilings"] == {"read": 4e12, "mma": 6e14}
+    assert set(document["rank_correlation"]) == {"T = 1", "T = 16"}
+    code, said, told = run(capsys, *arguments)
+    assert code == 0
+    assert told == "", "nothing is done twice"
+    assert "chosen for all: " in said
+    assert "predicted vs measured: mean rank correlation" in said
+    code, said, _ = run(capsys, "--replay", out, "--strategy", "halving", "--seed", "1", "--json")
+    assert json.loads(said)["behind"] <= 0.02
+    code, _, told = run(capsys, path, "--arch", "sm_120", "--device", "cuda", "--out", out)
+    assert code == 2
+    assert "the GPU is a Fake GPU, which runs sm_90" in told
