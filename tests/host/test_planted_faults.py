@@ -108,8 +108,8 @@ FAULTS = {
 SANITIZER_FAULTS = {
     "read past an input": Fault(
         "tree_accept",
-        "    if (i < nodes) {\n      choice[i]",
-        "    if (i < nodes + 32) {\n      choice[i % nodes]",
+        "    if (i < nodes) {\n      if (i < looked_at) choice[i]",
+        "    if (i < nodes + 32) {\n      if (i < looked_at) choice[i]",
         "heap-buffer-overflow|use-after-poison|unknown-crash",
     ),
     "read past shared memory": Fault(
