@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,14 +9,17 @@ import typer
 
 from kdgen.cli import EXIT_DIFFERENT
 from kdgen.cli.build import SetOption, SpecPath
-from kdgen.cli.output import print_json
+from kdgen.cli.output import make_console, make_progress, print_json
 
 if TYPE_CHECKING:
-    from kdgen.engine.bundle import Golden
-    from kdgen.engine.engine import Generation
-
-#: Largest difference of a logit from the golden one, f32 activations; of bf16 ones only tokens are compared.
-LOGIT_BOUND = 1e-5
+    from kdgen.build.report import Progress
+    from kdgen.engine.checkpoint import Checkpoint
+    from kdgen.engine.config import ModelConfig
+    from kdgen.engine.draft import Drafter
+    from kdgen.engine.engine import Engine, Loop, Mode
+    from kdgen.engine.state import Request
+    from kdgen.runtime.device import Device
+    from kdgen.spec import Spec
 
 
 def bundle(
@@ -59,57 +61,110 @@ def decode(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="New tokens at most; 0: as many as are golden, else 32.")] = 0,
     stop: Annotated[bool, typer.Option("--stop/--no-stop", help="End after the model's stop tokens.")] = True,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="host, cuda, cuda:N, or auto.")] = "auto",
+    loop: Annotated[str, typer.Option("--loop", metavar="LOOP", help="host, or device: one graph launch, no logits kept.")] = "host",
+    against: Annotated[str, typer.Option("--against", metavar="MODE", help="Decode in this mode as well, and compare.")] = "",
+    draw: Annotated[bool, typer.Option("--draw", help="Draw the tree of the first prompt's first round.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Time by stage and distinct experts, kernel by kernel; slower.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Look for NaN and infinity after every kernel; slow.")] = False,
-    compare: Annotated[str, typer.Option("--compare", metavar="ref", help="Find the first stage that departs from the numpy engine.")] = "",
+    compare: Annotated[
+        str, typer.Option("--compare", metavar="ref", help="Decode nothing: find the first stage that departs from the numpy engine.")
+    ] = "",
     overrides: SetOption = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where built kernels are kept.")] = Path("generated"),
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Decode greedily: one token at a time, by the drafter's chain, or by its tree.
 
-    Of a bundle, the result is compared with the golden one; leaves with 3 when it differs.
+    Of a bundle, the result is compared with the golden one; leaves with 3 when it, or what --against or --compare look at, differs.
 
     Example: kdgen decode toy.kdtr --mode tree --draft oracle:0.9 --device host
     """
-    from kdgen.engine.draft import parse_drafter
-    from kdgen.engine.engine import MODES, Engine
+    from dataclasses import replace
+
+    from kdgen.cli.decode_result import against_golden, against_mode, document_of, show, timing_of
+    from kdgen.engine.draft import Oracle, parse_drafter
+    from kdgen.engine.engine import Engine
     from kdgen.engine.model_file import open_model, spec_for
+    from kdgen.engine.observe import Stopwatch, observers
     from kdgen.engine.state import Request
-    from kdgen.errors import UsageError
+    from kdgen.engine.traps import trap
     from kdgen.runtime import open_device
 
-    if mode not in MODES:
-        raise UsageError(f"--mode {mode}: allowed are {', '.join(MODES)}")
-    if compare not in ("", "ref"):
-        raise UsageError(f"--compare {compare}: allowed is ref, the numpy engine")
-    drafter = parse_drafter(draft)
-    checkpoint, golden = open_model(model)
-    with checkpoint:
-        config = checkpoint.config
+    way, other, looping = _mode(mode, "--mode"), _mode(against, "--against") if against else None, _loop(loop, observed=check or timing)
+    _refuse_wrong(draw and way == "ar", "--draw: mode ar drafts nothing, so there is no tree; allowed are chain and tree")
+    _refuse_wrong(compare not in ("", "ref"), f"--compare {compare}: allowed is ref, the numpy engine")
+    drafter: Drafter = parse_drafter(draft)
+    opened = open_model(model)
+    with opened.checkpoint as checkpoint:
+        golden, config = opened.golden, checkpoint.config
         prompts = _prompts(prompt_ids) if prompt_ids else [golden.prompt] if golden else []
-        if not prompts:
-            raise UsageError("no prompt: give --prompt-ids 1,2,3")
+        _check_prompts(prompts, config)
+        own = golden if golden and prompts == [golden.prompt] else None
         count = max_tokens or (len(golden.tokens) if golden else 32)
-        stops = config.stop_token_ids if stop and golden is None else ()
-        chosen = spec_for(config, spec, tuple(overrides or ()))
-        longest = max(len(prompt) for prompt in prompts) + count + chosen.engine.tree.budget + 1 if chosen.engine else None
-        engine = Engine.open(chosen, checkpoint, open_device(device), out=out, context=longest)
+        stops = config.stop_token_ids if stop and own is None else ()
+        chosen = spec_for(config, spec, tuple(overrides or ()), name=opened.spec, activations=opened.activations)
+        assert chosen.engine is not None
+        longest = max(len(prompt) for prompt in prompts) + count + chosen.engine.tree.budget + 1
+        where = open_device(device)
+        _build(chosen, where, out, None if json else make_progress())
+        engine = Engine.open(chosen, checkpoint, where, out=out, context=longest)
         if compare:
-            raise typer.Exit(_compare(engine, checkpoint, prompts[0]))
-        if check:
-            from kdgen.engine.traps import trap
-
-            engine.observer = trap
+            raise typer.Exit(_compare(engine, checkpoint, prompts[0], json))
         requests = [Request(prompt, count) for prompt in prompts]
-        generation = engine.generate(requests, mode=mode, budget=budget, drafter=drafter, stop_tokens=stops, record=True)
-    own = golden if golden and prompts == [golden.prompt] else None
-    document = _document(generation, mode, draft, engine.device.name, chosen.name, own)
+        options: dict[str, Any] = {"budget": budget, "stop_tokens": stops, "loop": looping, "record": looping == "host"}
+        if isinstance(drafter, Oracle) and {way, other} - {"ar", None}:
+            drafter = replace(drafter, truth=_truth(engine, requests, stops))
+        watch = Stopwatch(engine.device, sum(-(-len(prompt) // engine.chunk_rows) for prompt in prompts))
+        engine.observer = observers([*([watch] if timing else ()), *([trap] if check else ())])
+        generation = engine.generate(requests, mode=way, drafter=drafter, **options)
+        engine.observer = None
+        document: dict[str, Any] = {
+            "spec": chosen.name,
+            "device": engine.device.name,
+            "mode": mode,
+            "draft": draft if mode != "ar" else None,
+            "loop": loop,
+        }
+        document |= document_of(generation)
+        if own:
+            document["golden"] = against_golden(generation, own, chosen.engine.types.activations)
+        if other:
+            document["against"] = against_mode(generation, engine.generate(requests, mode=other, drafter=drafter, **options), other)
+        if timing:
+            document["timing"] = timing_of(watch)
+        tree = None
+        if draw:
+            from kdgen.engine.first_round import first_tree
+
+            tree = first_tree(engine, prompts[0], way, budget, drafter, generation.results[0].tokens)
     if json:
-        print_json(document)
+        print_json(document | ({"first_tree": _plain(tree)} if draw else {}))
     else:
-        _show(document)
-    if own and not document["golden"]["equal"]:
+        show(document)
+        if draw:
+            _draw(tree)
+    if not all(document[name]["equal"] for name in ("golden", "against") if name in document):
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _refuse_wrong(wrong: bool, message: str) -> None:
+    from kdgen.errors import UsageError
+
+    if wrong:
+        raise UsageError(message)
+
+
+def _mode(text: str, option: str) -> Mode:
+    from kdgen.engine.engine import MODES
+
+    _refuse_wrong(text not in MODES, f"{option} {text}: allowed are {', '.join(MODES)}")
+    return next(mode for mode in MODES if mode == text)
+
+
+def _loop(text: str, *, observed: bool) -> Loop:
+    _refuse_wrong(text not in ("host", "device"), f"--loop {text}: allowed are host, device")
+    _refuse_wrong(text == "device" and observed, "--loop device: not with --check or --timing, which look at every kernel from the host")
+    return "device" if text == "device" else "host"
 
 
 def _prompts(text: str) -> list[tuple[int, ...]]:
@@ -121,57 +176,73 @@ def _prompts(text: str) -> list[tuple[int, ...]]:
         raise UsageError(f"--prompt-ids {text}: give token ids as 1,2,3, several prompts as 1,2/3,4") from error
 
 
-def _document(generation: Generation, mode: str, draft: str, device: str, spec: str, golden: Golden | None) -> dict[str, Any]:
-    import numpy as np
-
-    sequences = []
-    for result in generation.results:
-        assert result.logits is not None
-        digest = hashlib.sha256(np.ascontiguousarray(result.logits).tobytes()).hexdigest()
-        sequences.append({"tokens": list(result.tokens), "logits_sha256": digest, "accepted": list(result.accepted)})
-    decoded = sum(len(result.tokens) - 1 for result in generation.results)
-    document: dict[str, Any] = {
-        "spec": spec, "device": device, "mode": mode, "draft": draft if mode != "ar" else None,
-        "tokens": sequences[0]["tokens"], "logits_sha256": sequences[0]["logits_sha256"],
-        "forwards": generation.forwards, "prompt_forwards": generation.prompt_forwards,
-        "acceptance_length": generation.acceptance_length,
-        "prompt_ms": generation.prompt_seconds * 1e3, "decode_ms": generation.decode_seconds * 1e3,
-        "ms_per_token": generation.decode_seconds * 1e3 / max(1, decoded),
-        "sequences": sequences,
-    }  # fmt: skip
-    if golden:
-        result = generation.results[0]
-        assert result.logits is not None
-        count = min(len(result.tokens), len(golden.tokens))
-        equal = sum(a == b for a, b in zip(result.tokens, golden.tokens, strict=False))
-        # Behind the first token that differs, logits are those of another text.
-        same = next((i for i in range(count) if result.tokens[i] != golden.tokens[i]), count)
-        rows = min(count, same + 1)
-        worst = float(np.abs(result.logits[:rows] - golden.logits[:rows]).max())
-        ok = equal == count and worst <= LOGIT_BOUND
-        document["golden"] = {"tokens_equal": equal, "tokens": count, "max_logit_difference": worst, "bound": LOGIT_BOUND, "equal": ok}
-    return document
+def _check_prompts(prompts: list[tuple[int, ...]], config: ModelConfig) -> None:
+    """Before anything is built or read: every prompt that the model cannot take."""
+    model = config.model
+    _refuse_wrong(not prompts, "no prompt: give --prompt-ids 1,2,3")
+    wrong = []
+    for number, prompt in enumerate(prompts):
+        if outside := [token for token in prompt if not 0 <= token < model.vocab]:
+            wrong.append(f"prompt {number}: token {outside[0]} is outside the vocabulary, 0 … {model.vocab - 1}")
+        if len(prompt) > model.max_position:
+            wrong.append(f"prompt {number}: {len(prompt)} tokens are more than the model's {model.max_position} positions")
+    _refuse_wrong(bool(wrong), "--prompt-ids: " + "; ".join(wrong))
 
 
-def _show(document: dict[str, Any]) -> None:
-    for sequence in document["sequences"]:
-        print(" ".join(str(token) for token in sequence["tokens"]))
-        print(f"  logits {sequence['logits_sha256'][:16]}, accepted per verification: {' '.join(map(str, sequence['accepted']))}")
-    print(
-        f"{document['mode']} on {document['device']}: {document['forwards']} target forwards after {document['prompt_forwards']} over "
-        f"the prompt, acceptance length {document['acceptance_length']:.2f}, {document['ms_per_token']:.2f} ms per token"
-    )
-    if golden := document.get("golden"):
-        print(
-            f"golden: {golden['tokens_equal']} of {golden['tokens']} tokens equal, largest difference of a logit "
-            f"{golden['max_logit_difference']:.1e} (bound {golden['bound']:.0e})"
-        )
+def _build(spec: Spec, device: Device, out: Path, progress: Progress | None) -> None:
+    """Build the kernels unless they are, with progress: it may take a minute."""
+    from kdgen.build import build_spec
+    from kdgen.targets import get_target
+    from kdgen.verify.artifacts import is_current
+
+    target = get_target(device.target_names[0])
+    if not is_current(out / spec.name / target.name, spec, target):
+        build_spec(spec, [target], out, progress=progress)
 
 
-def _compare(engine: Any, checkpoint: Any, prompt: tuple[int, ...]) -> int:
+def _truth(engine: Engine, requests: list[Request], stops: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """What an oracle knows: the plain continuations. Found here once, before anything is timed or watched."""
+    plain = engine.generate(requests, mode="ar", stop_tokens=stops)
+    return tuple((*request.prompt, *result.tokens) for request, result in zip(requests, plain.results, strict=True))
+
+
+def _plain(tree: Any) -> Any:
+    from dataclasses import asdict
+
+    return None if tree is None else asdict(tree)
+
+
+def _draw(tree: Any) -> None:
+    import sys
+
+    from kdgen.cli.draw_tree import tree_lines
+    from kdgen.verify.show_tree import ASCII, UNICODE
+
+    if tree is None:
+        print("no tree: the generation ended with its first token, which follows from the prompt alone")
+        return
+    console = make_console()
+    for line in tree_lines(tree, UNICODE if sys.stdout.isatty() else ASCII):
+        console.print(line)
+
+
+def _compare(engine: Engine, checkpoint: Checkpoint, prompt: tuple[int, ...], json: bool) -> int:
     from kdgen.engine.compare import compare_stages
 
     found = compare_stages(engine, checkpoint, prompt)
-    for line in found.lines:
-        print(line)
+    if json:
+        from dataclasses import asdict
+        from math import isfinite
+
+        # JSON has no NaN: what is not finite departs, and has no error.
+        stages = [asdict(s) | {"error": s.error if isfinite(s.error) else None, "departs": s.departs} for s in found.stages]
+        first = found.departs
+        print_json({"stages": stages, "departs": None if first is None else {"layer": first.layer, "stage": first.stage}})
+    else:
+        for stage in found.stages:
+            print(stage)
+        if found.departs is None:
+            print(f"all {len(found.stages)} stages agree with the numpy engine")
+        else:
+            print(f"first departs: {found.departs.where}")
     return EXIT_DIFFERENT if found.departs else 0

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kdgen.engine.checkpoint import Checkpoint, open_checkpoint, open_tensors
 from kdgen.engine.config import ModelConfig
 from kdgen.engine.random_model import random_tensors
-from kdgen.errors import ArtifactError, UsageError
+from kdgen.errors import ArtifactError, Fault, SpecError, UsageError
 from kdgen.kdtr.reader import Reader
 from kdgen.kdtr.writer import Writer
 from kdgen.spec.spec import Spec
@@ -74,7 +74,16 @@ def config_of(spec: Spec) -> ModelConfig:
     engine = spec.engine
     if engine.ranks != 1:
         raise UsageError(f"{spec.path}: ranks is {engine.ranks}; a bundle is made from a spec for one rank")
+    check_types(spec)
     return ModelConfig(model=engine.model, dtype=engine.types.weights, rope_interleave=True)
+
+
+def check_types(spec: Spec) -> None:
+    """SpecError when an engine spec's weights and activations have other types: norms are of the type of what they norm."""
+    types = spec.engine.types if spec.engine is not None else None
+    if types is not None and types.activations != types.weights:
+        message = f"value {types.activations}, but types.weights is {types.weights}; allowed is the same type for both"
+        raise SpecError([Fault(spec.path, 0, "types.activations", message)])
 
 
 def write_bundle(
@@ -124,7 +133,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     """Open a bundle; weights that it leaves out are made again.
 
     Raises:
-        ArtifactError: it is damaged or incomplete (everything that is wrong, in one message), or its weights are not those it was made with.
+        ArtifactError: it is damaged or incomplete, or its weights are not those it was made with.
     """
     with Reader(path) as reader:
         attributes = dict(reader.attributes)
@@ -133,6 +142,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
         if wrong := [*_wrong_attributes(attributes)]:
             raise ArtifactError(f"{path}: {'; '.join(wrong)}; make the bundle again")
         config = ModelConfig.from_mapping(attributes["config"], f"{path}: config")
+        reader.check()
         golden = _golden(reader, config.model.vocab)
         stored = [name for name in reader if name not in GOLDEN]
         found = weights_hash((name, reader[name]) for name in stored) if stored else ""

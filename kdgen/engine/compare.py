@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,62 @@ Values = npt.NDArray[Any]
 
 #: Largest difference of a stage, relative to its largest value, by type of the activations.
 BOUNDS = {"f32": 2e-5, "bf16": 3e-2}
+#: Scores of experts that are no further apart may come in another order.
+TIES = {"f32": 2e-5, "bf16": 2e-2}
 
 
-@dataclass
+@dataclass(frozen=True)
+class StageDifference:
+    """How far a stage is from the numpy engine's.
+
+    Attributes:
+        layer: None before the first and behind the last.
+        stage: name of the numpy engine's stage.
+        error: largest difference, relative to the largest value; of the router's choices how many differ. NaN where one side has NaN.
+        bound: largest error that roundoff explains.
+        until: of the router's choices, the first row that chose another expert of nearly the same score. It and all rows behind it, which
+            may attend to it, are not compared further. None without such a row.
+    """
+
+    layer: int | None
+    stage: str
+    error: float
+    bound: float
+    until: int | None = None
+
+    @property
+    def departs(self) -> bool:
+        """Whether it is beyond the bound."""
+        return not self.error <= self.bound
+
+    @property
+    def where(self) -> str:
+        """Layer and stage."""
+        return self.stage if self.layer is None else f"layer {self.layer} {self.stage}"
+
+    def __str__(self) -> str:
+        line = f"{'DEPARTS' if self.departs else 'equal  '} {self.where}: {self.error:.1e}, bound {self.bound:.0e}"
+        if self.until is None:
+            return line
+        return (
+            f"{line}; row {self.until} chose another expert of nearly the same score, and is compared no further, nor are those behind it"
+        )
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What was found.
 
     Attributes:
-        lines: one per compared stage, in order.
-        departs: layer and stage of the first difference beyond the bound, or None.
+        stages: that both engines have, in order.
     """
 
-    lines: list[str] = field(default_factory=list)
-    departs: tuple[int | None, str] | None = None
+    stages: tuple[StageDifference, ...]
+
+    @property
+    def departs(self) -> StageDifference | None:
+        """The first one beyond its bound."""
+        return next((stage for stage in self.stages if stage.departs), None)
 
 
 def compare_stages(engine: Engine, checkpoint: Checkpoint, prompt: Sequence[int]) -> Comparison:
@@ -74,26 +117,68 @@ def compare_stages(engine: Engine, checkpoint: Checkpoint, prompt: Sequence[int]
     finally:
         engine.observer = before
         engine.pool.give(held)
-    return _compared(want, got, BOUNDS["f32" if wide else "bf16"])
+    return _compared(want, got, checkpoint, "f32" if wide else "bf16")
 
 
-def _compared(want: dict[tuple[int | None, str], Values], got: dict[tuple[int | None, str], Values], bound: float) -> Comparison:
-    found = Comparison()
+def _compared(
+    want: dict[tuple[int | None, str], Values], got: dict[tuple[int | None, str], Values], checkpoint: Checkpoint, dtype: str
+) -> Comparison:
+    found = []
+    compared = rows = len(want[None, "embed"])
     for (layer, name), expected in want.items():
         if (layer, name) not in got:
             continue
         have = got[layer, name].astype(np.float64)
         wanted = expected[-len(have) :].reshape(have.shape)
-        if name == "router_ids":
-            error, limit = float((have != wanted).sum()), 0.0
-        else:
-            error, limit = float(np.abs(have - wanted).max() / max(1e-30, float(np.abs(wanted).max()))), bound
-        beyond = not error <= limit
-        if beyond and found.departs is None:
-            found.departs = (layer, name)
-        where = "" if layer is None else f"layer {layer} "
-        found.lines.append(f"{'DEPARTS' if beyond else 'equal  '} {where}{name}: {error:.1e}, bound {limit:.0e}")
-    return found
+        keep = max(0, len(have) - (rows - compared))  # of the logits there is the last row alone
+        if not keep:
+            continue
+        have, wanted = have[:keep], wanted[:keep]
+        if name == "router_ids" and layer is not None:
+            wrong, until = _choices(have, wanted, _scores(want[layer, "router_logits"][:keep], checkpoint, layer), TIES[dtype])
+            found.append(StageDifference(layer, name, float(wrong), 0.0, until))
+            compared = compared if until is None else until
+            continue
+        if name in _PER_CHOICE:
+            have, wanted = (
+                np.take_along_axis(values, _order(source[layer, "router_ids"][:keep], values.ndim), axis=1)
+                for values, source in ((have, got), (wanted, want))
+            )
+        error = float(np.abs(have - wanted).max() / max(1e-30, float(np.abs(wanted).max())))
+        found.append(StageDifference(layer, name, error, BOUNDS[dtype]))
+    return Comparison(tuple(found))
+
+
+#: Stages `[rows, choices, …]`, which are compared expert by expert: choices of nearly the same score may come in another order.
+_PER_CHOICE = ("router_weights", "gate_up", "experts")
+
+
+def _order(ids: Values, dimensions: int) -> Values:
+    order: Values = np.argsort(ids, axis=1)
+    return order.reshape(*order.shape, *[1] * (dimensions - 2))
+
+
+def _scores(logits: Values, checkpoint: Checkpoint, layer: int) -> Values:
+    """What the router chooses by: scores with the bias."""
+    if checkpoint.config.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        scores = powers / powers.sum(axis=1, keepdims=True)
+    biased: Values = scores + checkpoint.tensor(f"model.layers.{layer}.mlp.gate.e_score_correction_bias").astype(np.float64)
+    return biased
+
+
+def _choices(have: Values, wanted: Values, scores: Values, tie: float) -> tuple[int, int | None]:
+    """How many rows chose other experts without need, and the first row that did so in a near tie."""
+    wrong, until = 0, None
+    for row, (mine, theirs) in enumerate(zip(have.astype(int), wanted.astype(int), strict=True)):
+        if other := sorted(set(mine.tolist()) ^ set(theirs.tolist())):
+            if float(np.ptp(scores[row, other])) > tie:
+                wrong += 1
+            elif until is None:
+                until = row
+    return wrong, until
 
 
 def _result(name: str = "out") -> Callable[[Engine, Stage], Values]:
