@@ -40,12 +40,13 @@ class Opened:
     activations: str = ""
 
 
-def open_model(path: Path) -> Opened:
+def open_model(path: str | Path) -> Opened:
     """A model's checkpoint, and of a bundle what must come out.
 
     Raises:
         ArtifactError: there is no such file, or it is damaged.
     """
+    path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or directory; give a bundle, a KDTR model, or a directory with config.json")
     if path.suffix in (".yaml", ".yml"):

@@ -14,7 +14,7 @@ from kdgen.errors import CompileError, SpecError
 from kdgen.spec import load_spec
 from tests.cli.conftest import TINY
 
-COMMANDS = ("build", "render", "inspect", "verify", "tree", "diff", "bench", "schema", "doctor", "clean", "kdtr")
+COMMANDS = ("build", "render", "inspect", "verify", "tree", "diff", "bench", "bundle", "decode", "schema", "doctor", "clean", "kdtr")
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
