@@ -35,6 +35,10 @@ EXPERTS = {
 }  # fmt: skip
 
 
+#: Largest tree of a step.
+MOST_ROWS = 256
+
+
 @dataclass(frozen=True)
 class Step:
     """One measured launch size.
@@ -73,8 +77,12 @@ class StepBench:
         self.engine: EngineSpec = spec.engine
         self.params = {kernel.name: kernel.params for kernel in spec.kernels}
         model, page = self.engine.model, self.engine.cache.page_size
+        if context + MOST_ROWS > model.max_position:
+            raise UsageError(f"context {context}: the model has {model.max_position} positions, of which a step needs up to {MOST_ROWS}")
+        if missing := sorted({"attention_plan", "tree_attention", "moe_plan"} - set(self.params)):
+            raise UsageError(f"{spec.path}: a step needs the kernels of a forward; {', '.join(missing)} is missing")
         self.weights = self._weights()
-        self.pages = ceil_div(context + 512, page)
+        self.pages = ceil_div(context + MOST_ROWS, page)
         values = rng.standard_normal((self.pages, page, model.kv_lora_rank + model.qk_rope_head_dim), np.float32)
         layer = device.array(values.astype(numpy_dtype(self.engine.cache.dtype)))
         self.cache = device.empty((model.layers, *values.shape), numpy_dtype(self.engine.cache.dtype))
@@ -111,7 +119,10 @@ class StepBench:
         made: dict[str, Array] = {}
         for layer in range(model.layers):
             arrays: dict[str, Array] = {}
-            for name, place in {**PLACES, **(DENSE if layer < model.dense_layers else EXPERTS)}.items():
+            places = {**PLACES, **(DENSE if layer < model.dense_layers else EXPERTS)}
+            for name, place in places.items():
+                if name.startswith("shared") and not model.shared_experts:
+                    continue
                 if name not in made or name == "gate":
                     made[name] = arrays[name] = self._random(*place)
                 else:

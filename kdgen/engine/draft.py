@@ -17,6 +17,9 @@ from kdgen.runtime import Kernel
 from kdgen.runtime.array import Array
 from kdgen.runtime.call import BoundCall
 
+#: No tree has so many ranks.
+MOST_RANK = 1 << 16
+
 
 class Drafter(Protocol):
     """What proposes tokens."""
@@ -59,6 +62,10 @@ class Oracle:
     truth: tuple[tuple[int, ...], ...] = ()
     name: str = "oracle"
 
+    def __post_init__(self) -> None:
+        if not self.hit_rates or not self.ranks or not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"an oracle needs a hit rate, a rank, and a seed of 0 … 2^32 − 1; got {self}")
+
     def bind(self, kit: Mapping[str, Kernel], state: State) -> tuple[BoundCall, Array, Array]:
         """See `Drafter`."""
         kernel, device = kit["draft_oracle"], state.starts.device
@@ -96,6 +103,6 @@ def parse_drafter(text: str) -> Drafter:
             places = tuple(int(rank) for rank in ranks.split(",")) if ranks else (0,)
         except ValueError:
             hit_rates, places = (-1.0,), (0,)
-        if all(0 <= rate <= 1 for rate in hit_rates) and all(rank >= 0 for rank in places):
+        if all(0 <= rate <= 1 for rate in hit_rates) and all(0 <= rank < MOST_RANK for rank in places):
             return Oracle(hit_rates, places, name=text)
     raise UsageError(f"drafter '{text}': allowed are ngram, oracle, oracle:RATE[,RATE…][@RANK[,RANK…]] with rates 0 … 1 and ranks from 0")

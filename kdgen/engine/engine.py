@@ -19,7 +19,7 @@ from kdgen.dtypes import numpy_dtype
 from kdgen.engine.checkpoint import Checkpoint
 from kdgen.engine.config import ModelConfig
 from kdgen.engine.draft import Drafter, Oracle
-from kdgen.engine.forward import Forward, Rows, Stage
+from kdgen.engine.forward import FORWARD_KERNELS, Forward, Rows, Stage
 from kdgen.engine.pages import PagePool
 from kdgen.engine.round import Round
 from kdgen.engine.state import Request, State
@@ -40,6 +40,8 @@ MODES: tuple[Mode, ...] = ("ar", "chain", "tree")
 
 #: Largest chunk of a prompt, as far as the kernels take so many rows.
 CHUNK = 512
+#: Forwards for chunks that are kept: each has arrays of its own.
+KEPT_CHUNKS = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """New tokens per verification, over all sequences; 0 without any."""
+        """Nodes accepted per verification, over all sequences; 0 without any. The last ones may lie behind a stop token."""
         accepted = [count for result in self.results for count in result.accepted]
         return float(np.mean(accepted)) if accepted else 0.0
 
@@ -154,6 +156,9 @@ class Engine:
         if not is_current(directory, spec, target):
             build_spec(spec, [target], out)
         kit = load(directory, device)
+        for name, value in (("context", context), ("pages", pages)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} {value}: allowed are 1 or more")
         model, positions = engine.model, min(context or engine.model.max_position, engine.model.max_position)
         weights = load_weights(checkpoint, engine.types, device, positions)
         pages = pages or engine.cache.max_sequences * ceil_div(positions, engine.cache.page_size)
@@ -183,7 +188,7 @@ class Engine:
         Args:
             requests: sequences, decoded together.
             mode: one token a round, the drafter's best chain, or its tree; the tokens and every bit of the logits are the same.
-            budget: nodes of a tree beside the root; by default what the spec says.
+            budget: nodes beside the root, of a tree or of a chain; by default what the spec says.
             drafter: what proposes tokens; not used by mode `ar`.
             stop_tokens: a sequence ends after any of these, which is kept.
             record: keep the logits; not with a device loop, which nobody stops between rounds.
@@ -193,7 +198,7 @@ class Engine:
 
         Raises:
             UsageError: a request or option that cannot be served; nothing was done.
-            CacheFullError: the cache has too few free pages; nothing was done.
+            CacheFullError: the cache has too few free pages; no page was taken.
         """
         nodes = self._check(requests, mode, budget, drafter, stop_tokens)
         if loop not in ("host", "device") or (loop == "device" and (record or self.observer)):
@@ -287,6 +292,7 @@ class Engine:
 
     def _run_alone(self, state: State, step: Round, on_tokens: Callable[[int, Sequence[int]], None] | None) -> int:
         """All rounds as one graph launch, with a loop that the device ends; returns how many rounds the longest sequence took."""
+        told, reader = [0] * state.sequences, self.device.stream()
         if state.active.numpy().any():
             stream = self.device.stream()
             condition = self.kit["loop_condition"]
@@ -296,12 +302,18 @@ class Engine:
                     step.launch(body)
                     condition.bind(**condition.complete(running=state.running, handle=handle)).launch(body)
             graph.launch(stream)
-            done, reader, told = stream.record(), self.device.stream(), [0] * state.sequences
-            while on_tokens is not None and not done.done:
-                self._tell(state, told, on_tokens, reader)
-            stream.synchronize()
-            if on_tokens is not None:
-                self._tell(state, told, on_tokens, reader)
+            done = stream.record()
+            try:
+                while on_tokens is not None and not done.done:
+                    self._tell(state, told, on_tokens, reader)
+                stream.synchronize()
+            except BaseException:
+                # Nobody is active any more: the loop ends after the round that it is at, and nothing writes to the pages afterwards.
+                state.active.copy_from(np.zeros(state.sequences, np.int32), reader)
+                stream.synchronize()
+                raise
+        if on_tokens is not None:
+            self._tell(state, told, on_tokens, reader)
         return int(state.rounds.numpy().max())
 
     @staticmethod
@@ -375,7 +387,12 @@ class Engine:
     @property
     def chunk_rows(self) -> int:
         """Tokens of a prompt's chunk."""
-        return min(CHUNK, int(self.kit["attention_plan"].contract.capacities["T"].maximum))
+        return min(CHUNK, self.rows)
+
+    @property
+    def rows(self) -> int:
+        """Rows that every kernel of a forward takes."""
+        return min(int(self.kit[name].contract.capacities["T"].maximum) for name in FORWARD_KERNELS if name in self.kit)
 
     def read_prompt(self, prompt: Sequence[int], pages: Sequence[int]) -> tuple[int, npt.NDArray[np.float32], int]:
         """A prompt into these pages, chunk by chunk.
@@ -410,6 +427,8 @@ class Engine:
                 starts=device.array(np.zeros(1, np.int32)),
                 page_tables=device.array(np.zeros((1, self._table_width), np.int32)),
             )
+            while len(self._chunks) >= KEPT_CHUNKS:
+                self._chunks.pop(next(iter(self._chunks)))
             self._chunks[size] = Forward(self.kit, self.spec, self.weights, self.cache, rows, last_only=True), rows
         return self._chunks[size]
 
@@ -447,14 +466,17 @@ class Engine:
             raise UsageError(f"mode {mode} needs a drafter")
         if budget is not None and not 0 <= budget <= spec.tree.budget:
             raise UsageError(f"budget {budget}: the engine spec allows 0 … {spec.tree.budget} (tree.budget)")
-        nodes = 1 + {"ar": 0, "chain": min(spec.tree.depth, spec.tree.budget), "tree": spec.tree.budget if budget is None else budget}[mode]
-        rows = int(self.kit["attention_plan"].contract.capacities["T"].maximum)
+        most = spec.tree.budget if budget is None else budget
+        nodes = 1 + {"ar": 0, "chain": min(spec.tree.depth, most), "tree": most}[mode]
+        rows = self.rows
         if nodes * len(requests) > rows:
             raise UsageError(
                 f"{len(requests)} sequences of {nodes} rows: the engine spec's kernels take {rows} rows: fewer sequences, or less budget"
             )
         commit = self.kit["tree_commit"].contract
         most_new, stops = commit.extent("new_tokens", 1), commit.extent("stop_tokens", 0)
+        if wrong := [token for token in stop_tokens if not 0 <= token < vocab]:
+            raise UsageError(f"stop token {wrong[0]} is outside the vocabulary of {vocab}")
         if len(stop_tokens) > stops:
             raise UsageError(f"{len(stop_tokens)} stop tokens: the engine spec's tree_commit takes {stops}")
         for number, request in enumerate(requests):
@@ -487,6 +509,8 @@ def checked(spec: Spec, config: ModelConfig) -> EngineSpec:
         for name in wanted
         if wanted[name] != found[name]
     ]
+    if spec.engine.ranks != 1:
+        faults.append(Fault(spec.path, 0, "ranks", f"value {spec.engine.ranks}, allowed 1: several ranks cannot decode together yet"))
     for kernel in spec.kernels:
         if kernel.name == "moe_route":
             pairs = {

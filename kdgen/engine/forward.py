@@ -17,6 +17,13 @@ from kdgen.runtime.array import Array
 from kdgen.runtime.call import BoundCall
 from kdgen.spec.model import EngineSpec
 
+#: Every kernel that takes all rows of a launch; a model without experts or dense layers has fewer.
+FORWARD_KERNELS = (
+    "embed", "stream_norm", "norm", "qkv_a", "q_norm", "q_b", "absorb", "mla_prepare", "attention_plan", "tree_attention", "value_up", "o",
+    "moe_route", "moe_plan", "shared_gate_up", "shared_down", "moe_gate_up", "moe_down", "moe_combine", "dense_gate_up", "dense_down",
+    "head", "argmax",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -79,6 +86,8 @@ class Forward:
         stages: in order.
         logits: f32 `[T or 1, vocab / ranks]`.
         choices: most probable token of each of these rows, i32.
+        stream: f32 `[T, hidden]`, the residual stream.
+        plan, queries, entries, results: of attention and experts; every layer uses them anew.
     """
 
     def __init__(
@@ -114,7 +123,7 @@ class Forward:
             x = x.part((T - 1) * model.hidden, (1, model.hidden))
         self.logits = self._run("head", x=x, w=weights.head)["out"]
         best = self._run("argmax", logits=self.logits, first=weights.first_token)
-        self.choices, self.chosen_logits = best["ids"], best["values"]
+        self.choices = best["ids"]
 
     def _attention(self, layer: Mapping[str, Array], x: Array, number: int, heads: int) -> None:
         """Latent attention with absorbed projections, added to the stream."""
@@ -169,7 +178,7 @@ class Forward:
         bound = self.kit[kernel]
         written = [a for a in bound.contract.arguments if a.role in ("out", "inout", "workspace")]
         if kernel not in self._made:
-            complete = bound.complete(**arrays)
+            complete = bound.complete(fresh=("units",), **arrays)
             self._made[kernel] = {a.name: complete[a.name] for a in written if a.name not in arrays}
         call = bound.bind(**arrays, **self._made[kernel])
         results: dict[str, Array] = {a.name: ({**self._made[kernel], **arrays})[a.name] for a in written if a.role != "workspace"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,8 +145,8 @@ class Binder:
             if parameter.role in ("out", "workspace")
         }
 
-    def complete(self, given: Mapping[str, Any], extra: Mapping[str, int]) -> dict[str, Any]:
-        """`given` and new arrays for every other array that the kernel writes; as in `Kernel.complete`."""
+    def complete(self, given: Mapping[str, Any], extra: Mapping[str, int], fresh: Collection[str]) -> dict[str, Any]:
+        """`given` and new arrays for every other output and workspace; as in `Kernel.complete`."""
         dims = dict(extra)
         for parameter in self._parameters:
             value = given.get(parameter.name)
@@ -159,7 +159,7 @@ class Binder:
         return dict(given) | {
             parameter.name: self.device.empty(self.geometries.shape(index, dims), parameter.dtype)
             for index, parameter in enumerate(self._parameters)
-            if parameter.role in ("out", "inout", "workspace") and parameter.name not in given
+            if (parameter.role in ("out", "workspace") or parameter.name in fresh) and parameter.name not in given
         }
 
     def _match(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:

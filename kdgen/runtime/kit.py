@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +73,18 @@ class Kernel:
         """
         return self._binder.allocate(dims)
 
-    def complete(self, dims: Mapping[str, int] | None = None, **arrays: Any) -> dict[str, Any]:
-        """These arguments, and a new array for every one that the kernel writes and that is not among them.
+    def complete(self, dims: Mapping[str, int] | None = None, *, fresh: Collection[str] = (), **arrays: Any) -> dict[str, Any]:
+        """These arguments, and a new array for every output and workspace that is not among them.
 
         Args:
             dims: dimensions that no given array's shape gives.
+            fresh: arguments that the kernel reads and writes, to be made too, with undefined contents.
             arrays: arguments by name.
 
         Raises:
             LaunchError: a dimension is missing or beyond the kernel's capacity.
         """
-        return self._binder.complete(arrays, dims or {})
+        return self._binder.complete(arrays, dims or {}, fresh)
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} ({self.contract.family}) on {self.device.name}>"

@@ -37,6 +37,9 @@ def _apply(document: Document, text: str) -> None:
         near = get_close_matches(name, known, 3, 0.5) or get_close_matches(name.rsplit(".", 1)[-1], known, 3, 0.5)
         refuse(f"no such key; {'near: ' + ', '.join(near) if near else 'known: ' + ', '.join(known[:40])}")
         return
+    if path == ("base",):
+        refuse("a base is chosen in the file, before its values can be replaced")
+        return
     value, problems = read_value(value_text)
     for problem in problems:
         refuse(problem)

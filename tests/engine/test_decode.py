@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from kdgen.engine.config import ModelConfig
 from kdgen.engine.draft import Ngram, Oracle, parse_drafter
 from kdgen.engine.engine import Engine, Generation
 from kdgen.engine.pages import CacheFullError
@@ -175,6 +178,7 @@ def test_generation_ends_where_the_context_ends(engines, device):
         ([Request([1], 3)], {"mode": "tree"}, "mode tree needs a drafter"),
         ([Request([1], 3)], {"mode": "tree", "drafter": Ngram(), "budget": 25}, "budget 25: the engine spec allows 0 … 24"),
         ([Request([1], 3)], {"stop_tokens": range(9)}, "9 stop tokens: the engine spec's tree_commit takes 8"),
+        ([Request([1], 3)], {"stop_tokens": [1 << 40]}, "stop token 1099511627776 is outside the vocabulary"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_and_the_engine_goes_on(engines, requests, options, message):
@@ -235,7 +239,7 @@ def test_a_loop_on_the_device_decodes_the_same(engines, device, mode):
     engine = engines("tiny-narrow-int4", device)
     rng = np.random.default_rng(11)
     for _ in range(3):
-        requests = [random_request(rng, engine) for _ in range(3)]
+        requests = [*(random_request(rng, engine) for _ in range(3)), Request([5], 1)]
         drafter = random_drafter(rng)
         by_host = engine.generate(requests, mode=mode, drafter=drafter)
         came: dict[int, list[int]] = {}
@@ -249,9 +253,101 @@ def test_a_loop_on_the_device_decodes_the_same(engines, device, mode):
         assert [result.tokens for result in by_device.results] == [result.tokens for result in by_host.results]
         assert [sorted(result.accepted) for result in by_device.results] == [sorted(result.accepted) for result in by_host.results]
         assert by_device.forwards == by_host.forwards
-        assert [came.get(s, [r.tokens[0]]) for s, r in enumerate(by_host.results)] == [list(r.tokens) for r in by_host.results]
+        assert [came[s] for s in range(len(requests))] == [list(r.tokens) for r in by_host.results]
 
 
 def test_a_device_loop_keeps_no_logits(engines):
     with pytest.raises(UsageError, match="device without recorded logits"):
         engines("tiny-narrow-int4", "host").generate([Request([1], 3)], mode="ar", loop="device", record=True)
+
+
+def test_tokens_come_when_nothing_is_left_to_do(engines, device):
+    engine = engines("tiny-narrow-int4", device)
+    for loop in ("host", "device"):
+        came: list[int] = []
+        (result,) = engine.generate(
+            [Request([5], 1)], mode="ar", loop=loop, on_tokens=lambda s, tokens, came=came: came.extend(tokens)
+        ).results
+        assert tuple(came) == result.tokens
+        assert len(came) == 1
+
+
+def test_a_listener_that_fails_leaves_the_engine_usable(engines, device):
+    engine = engines("tiny-narrow-int4", device)
+
+    def fails(s, tokens):
+        raise BrokenPipeError
+
+    free = len(engine.pool)
+    for loop in ("host", "device"):
+        with pytest.raises(BrokenPipeError):
+            engine.generate([Request([5], 200)], mode="ar", loop=loop, on_tokens=fails)
+        assert len(engine.pool) == free
+    assert len(engine.generate([Request([5], 3)], mode="ar").results[0].tokens) == 3
+
+
+@pytest.mark.parametrize("drafter", [Oracle(), Ngram()])
+def test_a_chain_is_a_chain(engines, drafter):
+    """Also where the drafter proposes less than there is room for: no node has a sibling."""
+    engine = engines("tiny-narrow-int4", "host")
+    depths = []
+
+    def watch(stage):
+        if stage.name == "embed" and len(stage.results["out"]) == 8:
+            tree = engine_round[0].tree
+            depths.append(tree["depths"].numpy()[0, : tree["counts"].numpy()[0]].tolist())
+
+    engine_round: list[Any] = []
+    original = engine._rounds
+    try:
+        engine._rounds = lambda state, step, *rest: (engine_round.append(step), original(state, step, *rest))[1]
+        engine.observer = watch
+        prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+        engine.generate([Request(prompt, 12)], mode="chain", drafter=drafter)
+    finally:
+        engine.observer = None
+        del engine._rounds
+    assert depths
+    assert all(found == list(range(len(found))) for found in depths)
+
+
+def test_a_short_chain(engines, device):
+    engine = engines("tiny-narrow-int4", device)
+    plain = engine.generate([Request([3, 1], 25)], mode="ar", record=True)
+    short = engine.generate([Request([3, 1], 25)], mode="chain", budget=3, drafter=Oracle(), record=True)
+    assert short.results[0].accepted == (4,) * 6
+    assert same_bits(plain, short)
+
+
+def test_a_spec_for_several_ranks_is_refused():
+    from kdgen.engine.engine import checked
+    from kdgen.errors import SpecError
+    from kdgen.spec import load_spec
+    from tests.engine.conftest import SPECS
+
+    spec = load_spec(SPECS / "kimi-k2.6.yaml")
+    config = ModelConfig(model=spec.engine.model)
+    with pytest.raises(SpecError, match="ranks: value 8, allowed 1"):
+        checked(spec, config)
+
+
+@pytest.mark.parametrize("changes", [["model.shared_experts=0"], ["model.dense_layers=0"], ["model.dense_layers=2"]])
+def test_models_without_shared_experts_dense_layers_or_experts(tmp_path, changes):
+    from kdgen.engine.bundle import config_of
+    from kdgen.engine.checkpoint import open_tensors
+    from kdgen.engine.random_model import random_tensors
+    from kdgen.engine.reference import Reference
+    from kdgen.runtime import open_device
+    from kdgen.spec import load_spec
+    from tests.engine.conftest import SPECS
+
+    spec = load_spec(SPECS / "tiny-narrow-f32.yaml", changes)
+    config = config_of(spec)
+    checkpoint = open_tensors(config, dict(random_tensors(config, 1)))
+    engine = Engine.open(spec, checkpoint, open_device("host"), out=tmp_path, context=64)
+    plain = engine.generate([Request([3, 1, 4], 8)], mode="ar", record=True)
+    tree = engine.generate([Request([3, 1, 4], 8)], mode="tree", budget=0, drafter=Oracle(), record=True)
+    assert same_bits(plain, tree)
+    tokens, logits = Reference(checkpoint).generate([3, 1, 4], 8, stop=False)
+    assert list(plain.results[0].tokens) == tokens
+    assert np.abs(plain.results[0].logits - logits).max() <= 2e-5

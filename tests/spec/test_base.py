@@ -97,3 +97,8 @@ def test_faults_of_a_base_that_cannot_be_read_are_reported_there(write):
     write("base.yaml", "kind: kernel\nkind: kernel\n")
     path = write("own.yaml", "base: base.yaml\nkind: kernel\nname: own\n")
     assert any("base.yaml:2" in fault for fault in faults_of(path))
+
+
+def test_a_base_is_not_chosen_by_an_override(write):
+    path = write("own.yaml", "base: base.yaml\nkind: kernel\nname: own\n")
+    assert any("a base is chosen in the file" in fault for fault in faults_of(path, "base=other.yaml"))
