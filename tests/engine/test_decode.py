@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from kdgen.engine.config import ModelConfig
 from kdgen.engine.draft import Ngram, Oracle, parse_drafter
 from kdgen.engine.engine import Engine, Generation
 from kdgen.engine.pages import CacheFullError
+from kdgen.engine.round import Round
 from kdgen.engine.state import Request
 from kdgen.engine.traps import NotFiniteError, trap
 from kdgen.errors import UsageError
@@ -286,29 +285,35 @@ def test_a_listener_that_fails_leaves_the_engine_usable(engines, device):
     assert len(engine.generate([Request([5], 3)], mode="ar").results[0].tokens) == 3
 
 
-@pytest.mark.parametrize("drafter", [Oracle(), Ngram()])
-def test_a_chain_is_a_chain(engines, drafter):
+class TwoDepths:
+    """A drafter that has many candidates for two positions and none for the others."""
+
+    name = "two depths"
+
+    def bind(self, kit, state):
+        call, log_probs, _ = Oracle().bind(kit, state)
+        values = np.full(log_probs.shape, -np.inf, np.float32)
+        values[:, :2] = -1 - np.arange(log_probs.shape[2])
+        ids = np.broadcast_to(np.arange(log_probs.shape[2], dtype=np.int32), log_probs.shape)
+        return call, log_probs.device.array(values), log_probs.device.array(np.ascontiguousarray(ids))
+
+
+@pytest.mark.parametrize("drafter", [Oracle(), Ngram(), TwoDepths()])
+def test_a_chain_is_a_chain(engines, drafter, monkeypatch):
     """Also where the drafter proposes less than there is room for: no node has a sibling."""
-    engine = engines("tiny-narrow-int4", "host")
-    depths = []
+    engine, depths = engines("tiny-narrow-int4", "host"), []
+    launch = Round.launch
 
-    def watch(stage):
-        if stage.name == "embed" and len(stage.results["out"]) == 8:
-            tree = engine_round[0].tree
-            depths.append(tree["depths"].numpy()[0, : tree["counts"].numpy()[0]].tolist())
+    def watch(step, stream=None):
+        launch(step, stream)
+        depths.append(step.tree["depths"].numpy()[0, : step.tree["counts"].numpy()[0]].tolist())
 
-    engine_round: list[Any] = []
-    original = engine._rounds
-    try:
-        engine._rounds = lambda state, step, *rest: (engine_round.append(step), original(state, step, *rest))[1]
-        engine.observer = watch
-        prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-        engine.generate([Request(prompt, 12)], mode="chain", drafter=drafter)
-    finally:
-        engine.observer = None
-        del engine._rounds
+    monkeypatch.setattr(Round, "launch", watch)
+    engine.generate([Request([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 12)], mode="chain", drafter=drafter)
     assert depths
     assert all(found == list(range(len(found))) for found in depths)
+    if isinstance(drafter, TwoDepths):
+        assert max(len(found) for found in depths) == 3
 
 
 def test_a_short_chain(engines, device):

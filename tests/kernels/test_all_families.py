@@ -66,7 +66,7 @@ VARIANTS = {
         ATTENTION, {**ATTENTION, "copy_method": "cp_async"}, {**ATTENTION, "stagger": False, "stages": 3}, {**ATTENTION, "dtype": "f32"},
         {**ATTENTION, "heads": 16, "wide_output": True}, {**ATTENTION, "latent": 512, "rope": 64, "rows": 17},
         {**ATTENTION, "latent": 512, "key_tile": 16, "heads": 64, "rows": 4},
-        {**ATTENTION, "partials": "i16"}, {**ATTENTION, "partials": "i16", "key_tile": 32, "latent": 208, "rope": 48, "page_size": 32},
+        {**ATTENTION, "partials": "i16"}, {**ATTENTION, "partials": "i16", "latent": 208, "rope": 48},
     ],
     "mla_prepare": [
         PREPARE, {**PREPARE, "dtype": "f32", "projected": "f32"}, {**PREPARE, "projected": "f32", "swizzle": False},
