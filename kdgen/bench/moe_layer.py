@@ -61,6 +61,7 @@ class MoeLayer:
     def __init__(self, parts: Mapping[str, KernelSpec]):
         self.parts = parts
         self._shared: dict[str, Any] = {}
+        self._gate: dict[str, Any] = {}
 
     @classmethod
     def of(cls, spec: Spec) -> MoeLayer | None:
@@ -73,6 +74,8 @@ class MoeLayer:
                 role = kernel.name
             if role:
                 parts.setdefault(role, kernel)
+        if len(set(SHARED) & set(parts)) == 1:
+            parts = {role: kernel for role, kernel in parts.items() if role not in SHARED}
         return cls(parts) if {"gate_up", "down", "combine"} <= set(parts) else None
 
     @property
@@ -82,13 +85,22 @@ class MoeLayer:
         return f"moe layer with {', '.join(others)}"
 
     @property
-    def both(self) -> tuple[str, str]:
-        """Names of the chains."""
-        return "moe layer", self.whole
+    def chain_names(self) -> tuple[str, ...]:
+        """Names of the chains that are made: the whole one only where the plan may precede the experts as it does in it."""
+        up = self.parts["gate_up"].params
+        assert isinstance(up, moe_gemm.Params)
+        made = "plan" in self.parts and (SHARED[0] in self.parts or not up.early)
+        return ("moe layer", self.whole) if made else ("moe layer",)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Launch sizes that every kernel takes."""
+        most = min(kernel.params.model_dump()["rows"] for kernel in self.parts.values())
+        return tuple(rows for rows in ROWS if rows <= most)
 
     def names(self) -> list[tuple[str, str]]:
         """Name and workload of every chain."""
-        return [(name, f"T = {rows}") for name in self.both for rows in ROWS]
+        return [(name, f"T = {rows}") for name in self.chain_names for rows in self.sizes]
 
     def chains(self, kit: Mapping[str, Kernel], device: Device, rng: np.random.Generator) -> Iterator[Chain]:
         """The layer without and with routing and plan, for every launch size. Rows are routed evenly, anew for every turn."""
@@ -100,7 +112,7 @@ class MoeLayer:
         for role, p in (("gate_up", up), ("down", down)):
             few = moe_gemm.random_weights(p, rng, min(p.experts, 8))
             weights[role] = device.array(np.concatenate([few] * -(-p.experts // len(few)))[: p.experts])
-        for rows in (rows for rows in ROWS if rows <= min(up.rows, down.rows, combine.rows)):
+        for rows in self.sizes:
             x = device.array(rng.normal(size=(rows, up.k)).astype(numpy_dtype(up.x_dtype)))
             middle = device.array(np.zeros((rows, up.top_k, up.n), numpy_dtype(up.out_dtype)))
             results = device.array(np.zeros((rows, down.top_k, down.n), numpy_dtype(down.out_dtype)))
@@ -124,7 +136,7 @@ class MoeLayer:
             moved = a_turn * int(weights["gate_up"].nbytes + weights["down"].nbytes) // up.experts
             flops = 2 * rows * up.top_k * (up.weight_rows * up.k + down.weight_rows * down.k)
             yield Chain("moe layer", f"T = {rows}", plain, moved, flops)
-            if "plan" in self.parts and (SHARED[0] in self.parts or not up.early):
+            if self.whole in self.chain_names:
                 yield Chain(self.whole, f"T = {rows}", whole, moved, flops)
 
     def _before(
@@ -135,10 +147,8 @@ class MoeLayer:
         if "route" in self.parts:
             p, kernel = self.parts["route"].params, kit[self.parts["route"].name]
             assert isinstance(p, moe_route.Params)
-            if not hasattr(self, "_gate"):
-                self._gate: dict[str, Any] = {
-                    "w_gate": device.array(rng.normal(size=(p.experts, p.hidden)).astype(numpy_dtype(p.gate_dtype)))
-                }
+            if not self._gate:
+                self._gate = {"w_gate": device.array(rng.normal(size=(p.experts, p.hidden)).astype(numpy_dtype(p.gate_dtype)))}
                 if p.bias:
                     self._gate["bias"] = device.array(np.zeros(p.experts, np.float32))
             outputs: dict[str, Any] = dict(kernel.allocate(T=rows))

@@ -6,6 +6,7 @@ engine = Engine.open(load_spec("specs/engines/tiny.yaml"), checkpoint, open_devi
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -319,13 +320,15 @@ class Engine:
     @staticmethod
     def _tell(state: State, told: list[int], on_tokens: Callable[[int, Sequence[int]], None], stream: Any) -> None:
         """Pass on the tokens that are new since the last time; `stream` waits for nothing, so the device may be at work."""
-        counts = state.new_counts.numpy(stream)  # before the tokens: these are then at least as many
+        counts = state.new_counts.numpy(stream)
         if any(count > before for count, before in zip(counts, told, strict=True)):
             tokens = state.new_tokens.numpy(stream)
             for s, count in enumerate(counts):
-                if count > told[s]:
-                    on_tokens(s, [int(token) for token in tokens[s, told[s] : count]])
-                    told[s] = int(count)
+                # A token that is counted and not to be seen yet is −1; it comes the next time.
+                new = [int(token) for token in itertools.takewhile(lambda token: token >= 0, tokens[s, told[s] : count])]
+                if new:
+                    on_tokens(s, new)
+                    told[s] += len(new)
 
     def _launch(self, step: Round, stream: Any) -> None:
         if self.observer is None:

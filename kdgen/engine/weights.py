@@ -70,10 +70,10 @@ def load_weights(checkpoint: Checkpoint, types: Types, device: Device, positions
     """
     slicer = Slicer(checkpoint, types, rank, ranks)
     cosines, sines = rope_table(checkpoint.config.model.rope, checkpoint.config.model.qk_rope_head_dim, positions)
-    head = "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
+    embed = device.array(slicer.vocabulary("model.embed_tokens.weight"))
     weights = ModelWeights(
-        embed=device.array(slicer.vocabulary("model.embed_tokens.weight")),
-        head=device.array(slicer.vocabulary(head)),
+        embed=embed,
+        head=embed if checkpoint.config.tie_word_embeddings else device.array(slicer.vocabulary("lm_head.weight")),
         norm=device.array(slicer.whole("model.norm.weight")),
         cosines=device.array(cosines),
         sines=device.array(sines),
@@ -98,6 +98,8 @@ class Slicer:
         for name in ("heads", "moe_intermediate", "dense_intermediate", "vocab"):
             if getattr(model, name) % ranks:
                 raise ArtifactError(f"{name} = {getattr(model, name)} cannot be sliced over {ranks} ranks")
+        if model.quantization and model.moe_intermediate // ranks % model.quantization.group:
+            raise ArtifactError(f"moe_intermediate = {model.moe_intermediate} over {ranks} ranks cuts groups of {model.quantization.group}")
         if (self.types.experts == "int4") != (model.quantization is not None):
             stored = "INT4" if model.quantization else self.config.dtype
             raise ArtifactError(f"{checkpoint!r}: its experts are {stored}, the engine spec's types.experts is {self.types.experts}")
@@ -202,6 +204,6 @@ class Slicer:
 
 def _widened(values: Values, dtype: str, name: str) -> Values:
     stored = dtype_name(values.dtype)
-    if stored != dtype and not (stored == "bf16" and dtype == "f32"):
+    if stored != dtype and (stored, dtype) not in (("bf16", "f32"), ("f16", "f32")):
         raise ArtifactError(f"{name}: it is {stored}; as {dtype}, which the engine spec asks for, its values would be rounded")
     return np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))

@@ -1,7 +1,8 @@
 """`tree_rows`: the draft trees of all sequences to the rows of one forward.
 
-Definition. Row t = s · (budget + 1) + i is node i of sequence s. It is real when i < counts[s] and sequence s is active; every other
-row is padding, so the number of rows never changes and one captured graph serves every round.
+Definition. Row t = s · R + r is node i = nodes[r] of sequence s, of R rows each: so many nodes as the round's trees may have, 0 … R − 1. It
+is real when i < counts[s] and sequence s is active; every other row is padding, so the number of rows never changes and one captured
+graph serves every round.
 
     output          real row              padding
     ids             tokens[s, i]          0

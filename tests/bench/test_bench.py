@@ -82,7 +82,7 @@ def test_the_moe_layer_of_an_engine_is_a_chain_of_its_kernels(tmp_path, monkeypa
     build_spec(kernels, [get_target("host")], tmp_path)
     device = open_device("host")
     chains = list(layer.chains(load(tmp_path / "moe" / "host", device), device, np.random.default_rng(0)))
-    assert [(chain.name, chain.workload) for chain in chains] == [(name, size) for size in ("T = 1", "T = 4") for name in layer.both]
+    assert [(chain.name, chain.workload) for chain in chains] == [(name, size) for size in ("T = 1", "T = 4") for name in layer.chain_names]
     for chain in chains:
         assert [len(turn.calls) for turn in chain.turns] == [3 if chain.name == "moe layer" else 7] * 2
         for turn in chain.turns:
