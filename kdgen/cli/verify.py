@@ -34,6 +34,7 @@ def verify(
         Path | None, typer.Option("--cases", metavar="FILE", help="Also run these worked DDTree cases (ddtree-oracle-v1).")
     ] = None,
     sanitize: Annotated[bool, typer.Option("--sanitize", help="On the host, with AddressSanitizer and UBSan. Slow.")] = False,
+    only: Annotated[str, typer.Option("--only", metavar="REGEX", help="Only the kernels whose names match.")] = "",
     overrides: SetOption = None,
     out: OutOption = Path("generated"),
     json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
@@ -65,7 +66,7 @@ def verify(
         settings["watch"] = note
     verdicts: list[Verdict] = []
     width = max(len(kernel.name) for kernel in loaded.kernels)
-    for verdict in verify_spec(loaded, device, regroup=regroup, **settings):
+    for verdict in verify_spec(loaded, device, regroup=regroup, only=only, **settings):
         verdicts.append(verdict)
         if not json:
             _print_line(verdict.passed, kernel_line(verdict, width), verdict.failures)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from kdgen.errors import UsageError
 from kdgen.spec import KernelSpec, Spec
 from kdgen.verify.artifacts import Artifacts, load_for, target_of
 from kdgen.verify.ddtree_cases import load_cases
@@ -36,6 +38,7 @@ def verify_spec(
     schedules: int = DEFAULT_SCHEDULES,
     regroup: int = DEFAULT_REGROUPINGS,
     sanitize: bool = False,
+    only: str = "",
     out: Path = GENERATED,
     watch: Watcher = _ignore,
 ) -> Iterator[Verdict]:
@@ -48,16 +51,24 @@ def verify_spec(
         schedules: how many runs of each case; on the host each has its own thread order and copy timing.
         regroup: how many other groupings of each case's rows are run: shuffled, alone, in part; they must not change a bit.
         sanitize: use the sanitizer build (host only; the process must have been started for it, see `kdgen.verify.sanitize`).
+        only: a regular expression; kernels whose names it does not match are left out.
         out: the directory `kdgen build` writes to.
         watch: called before each launch with kernel, case and schedule.
 
     Raises:
+        UsageError: `only` is no regular expression, or matches no kernel.
         KdgenError: a kernel cannot be built or loaded, or there is no such device. A kernel that is wrong raises nothing.
     """
+    try:
+        chosen = [kernel for kernel in spec.kernels if re.search(only, kernel.name)]
+    except re.error as error:
+        raise UsageError(f"--only {only}: no regular expression: {error}") from error
+    if not chosen:
+        raise UsageError(f"--only {only}: no such kernel; {spec.path} has {', '.join(kernel.name for kernel in spec.kernels)}")
     plan = schedules_for(device, schedules, seed)
     with Artifacts(target_of(device, sanitize=sanitize), out) as artifacts:
         kits = load_for(artifacts.directory(spec), plan, device)
-        for kernel in spec.kernels:
+        for kernel in chosen:
             yield verify_kernel(kernel, {schedule: kit[kernel.name] for schedule, kit in kits.items()}, seed, watch, regroup)
 
 

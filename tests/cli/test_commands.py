@@ -215,3 +215,12 @@ def test_doctor_fails_without_what_is_needed(monkeypatch: pytest.MonkeyPatch, ca
     report = document(capsys, "doctor", "--json", code=1)
     assert report["ok"] is False
     assert {check["name"]: check["status"] for check in report["checks"]}["probe host"] == "failed"
+
+
+def test_verify_some_kernels(built: Path, capsys: Capture) -> None:
+    lines = output(capsys, "verify", TINY, "--out", str(built), "--schedules", "1", "--only", "^tree_(build|accept)$").splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [["pass", "tree_build"], ["pass", "tree_accept"]]
+    assert lines[-1] == "2 of 2 passed on host, seed 0"
+    for only, message in (("nothing", "no such kernel"), ("(", "no regular expression")):
+        assert cli.run(["verify", TINY, "--out", str(built), "--only", only]) == 2
+        assert message in capsys.readouterr().err
