@@ -16,7 +16,7 @@ from kdgen.errors import UsageError
 from tests.engine.conftest import TOYS
 
 #: Random decodes of the row-exact suite, per toy model and device.
-DECODES = {"host": {"narrow": 70, "wide": 35}, "cuda": {"narrow": 270, "wide": 270}}
+DECODES = {"host": {"narrow": 50, "wide": 32}, "cuda": {"narrow": 270, "wide": 270}}
 
 
 def random_request(rng: np.random.Generator, engine: Engine, longest: int = 40) -> Request:
