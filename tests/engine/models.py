@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kdgen.engine.config import ModelConfig, unscaled_rope
 from kdgen.spec.model import Model, Quantization, Rope
@@ -44,3 +46,25 @@ def tokens(count: int, vocab: int, seed: int) -> list[int]:
     """Tokens that depend on the arguments alone."""
     words = np.random.Philox(key=seed).random_raw(count)
     return [int(word) for word in words % np.uint64(vocab)]
+
+
+def saved_by_transformers(config: ModelConfig, directory: Path) -> Any:
+    """A model that transformers initialises and has saved in a directory; the test is skipped where torch or transformers is missing."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    values = config.to_hf()
+    yarn = values.pop("rope_scaling") or {"rope_type": "default"}
+    parameters = {**yarn, "rope_type": yarn.pop("type", "default"), "rope_theta": values.pop("rope_theta")}
+    other = transformers.DeepseekV3ForCausalLM._from_config(
+        transformers.DeepseekV3Config(**values, rope_parameters=parameters), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for key, parameter in other.named_parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+            if key in ("lm_head.weight", "model.embed_tokens.weight"):
+                parameter.mul_(3)
+        for key, buffer in other.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    other.save_pretrained(directory)
+    return other

@@ -19,7 +19,7 @@ from kdgen.runtime import open_device
 from kdgen.weights.int4 import Int4Weight
 from tests.engine import golden
 from tests.engine.golden import DECODED, ENGINE_CONFIGS, SEED
-from tests.engine.models import INT4, config, tokens
+from tests.engine.models import INT4, config, saved_by_transformers, tokens
 
 #: Largest difference of a logit, relative to the largest one, of float32 activations.
 BOUND = 1e-4
@@ -69,23 +69,7 @@ def test_the_kept_results_are_small() -> None:
 @pytest.mark.parametrize("name", [name for name in ENGINE_CONFIGS if name != "int4"])
 def test_transformers_own_models(name: str, tmp_path: Path, out: Path) -> None:
     """A model that transformers initialises and saves, read from its directory."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    values = ENGINE_CONFIGS[name].to_hf()
-    yarn = values.pop("rope_scaling") or {"rope_type": "default"}
-    parameters = {**yarn, "rope_type": yarn.pop("type", "default"), "rope_theta": values.pop("rope_theta")}
-    other = transformers.DeepseekV3ForCausalLM._from_config(
-        transformers.DeepseekV3Config(**values, rope_parameters=parameters), attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for key, parameter in other.named_parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
-            if key in ("lm_head.weight", "model.embed_tokens.weight"):
-                parameter.mul_(3)
-        for key, buffer in other.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.1)
-    other.save_pretrained(tmp_path / "model")
+    other = saved_by_transformers(ENGINE_CONFIGS[name], tmp_path / "model")
     with open_checkpoint(tmp_path / "model") as checkpoint:
         assert checkpoint.config == ENGINE_CONFIGS[name]
         prompt = tokens(40, checkpoint.config.model.vocab, 1)

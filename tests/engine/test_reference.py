@@ -20,7 +20,7 @@ from kdgen.rope import softmax_scale
 from kdgen.weights.int4 import Int4Weight
 from tests.engine import golden
 from tests.engine.golden import GOLDEN, GOLDEN_CONFIGS, SEED
-from tests.engine.models import CONFIGS, INT4, config, tokens
+from tests.engine.models import CONFIGS, INT4, config, saved_by_transformers, tokens
 
 Array = np.ndarray[Any, Any]
 
@@ -55,23 +55,7 @@ def test_equals_what_transformers_computed(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_own_models(name: str, tmp_path: Path) -> None:
     """A model that transformers initialises and saves; with what it saves differently from release to release, such as fused experts."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    values = CONFIGS[name].to_hf()
-    yarn = values.pop("rope_scaling") or {"rope_type": "default"}
-    parameters = {**yarn, "rope_type": yarn.pop("type", "default"), "rope_theta": values.pop("rope_theta")}
-    other = transformers.DeepseekV3ForCausalLM._from_config(
-        transformers.DeepseekV3Config(**values, rope_parameters=parameters), attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for key, parameter in other.named_parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
-            if key in ("lm_head.weight", "model.embed_tokens.weight"):
-                parameter.mul_(3)
-        for key, buffer in other.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.1)
-    other.save_pretrained(tmp_path / "model")
+    other = saved_by_transformers(CONFIGS[name], tmp_path / "model")
     with open_checkpoint(tmp_path / "model") as checkpoint:
         assert checkpoint.config == CONFIGS[name]
         reference = Reference(checkpoint)
